@@ -1,0 +1,1 @@
+"""Configuration: the schema (the only list of keys), composition by Hydra, and Hugging Face config files."""
