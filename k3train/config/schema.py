@@ -96,7 +96,7 @@ class DataConfig:
     corpus: str = "default"  # default | text files, globs or folders | recall:TASK
     prefix: str | None = None  # an indexed dataset made by `k3train data prepare`; replaces corpus
     tokenizer: str | None = None  # a Hugging Face tokenizer.json; null trains one on the corpus
-    cache: str = "${oc.env:K3TRAIN_CACHE,~/.cache/k3train}"
+    cache: str | None = None  # null: $K3TRAIN_CACHE, else ~/.cache/k3train
     validation_fraction: float = 0.02
     text_field: str = "text"  # field of .jsonl records
     workers: int = 0  # processes that tokenize; 0: one a core
