@@ -80,7 +80,7 @@ class Mirror:
                 run = wandb.init(
                     project=hello["project"], entity=hello["entity"], group=hello["group"], tags=list(hello["tags"]),
                     name=hello["run_name"], id=hello["run_id"], dir=hello["run_dir"], config=dict(hello["config"]),
-                    mode=mode, resume="allow", settings=settings,
+                    mode=mode, resume="allow", settings=settings,  # type: ignore[arg-type]
                 )  # fmt: skip
                 return run, mode
             except Exception as error:  # a bad key, a dead network, a refused project: the run goes on offline

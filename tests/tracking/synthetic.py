@@ -1,0 +1,69 @@
+"""A made-up run with the shapes and habits of a real one, for the drawings, the report and the mirror."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from k3train.tracking.expert_load import load_metrics
+from k3train.tracking.jsonl import encode_line
+
+
+def records(
+    steps: int = 200, *, layers: int = 10, experts: int = 16, seed: int = 0, matrix_every: int = 1, floor: float = 3.6
+) -> list[dict[str, Any]]:
+    """Records of `steps` steps: loss, learning rate, load, decay, depth attention, throughput, validation, events."""
+    rng = np.random.default_rng(seed)
+    taste = rng.gamma(2.0, 0.5, (layers, experts))  # what the router prefers before balancing has worked
+    out: list[dict[str, Any]] = []
+    warm, tokens, clock = max(steps // 100, 2), 4096, 1_790_000_000.0
+    depth = [min(2 + i // 4, 6) for i in range(2 * (layers + 1))]
+    lean = [rng.normal(0.0, 1.5, n) for n in depth]
+    decay = -np.sort(rng.uniform(0.02, 2.0, layers))
+    for step in range(1, steps + 1):
+        part = step / steps
+        lr = 1e-3 * (step / warm if step <= warm else 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * part)))
+        mean = floor + (8.32 - floor) * math.exp(-6.0 * part) + 0.25 * (1 - part)
+        loss = mean + 0.13 * float(rng.normal())
+        clock += 0.42 + 0.03 * float(rng.random())
+        rate = tokens / (0.42 + 0.03 * float(rng.random())) * (0.6 if step == 1 else 1.0)
+        record = {
+            "step": step, "time": round(clock, 3), "train/loss": loss, "train/lr": lr,
+            "train/grad_norm": 0.5 + 3.0 * math.exp(-10 * part) + 0.1 * abs(float(rng.normal())),
+            "train/tokens_per_second": rate, "train/step_seconds": tokens / rate,
+            "train/consumed_tokens": step * tokens,
+            "train/tflops": rate * 6 * 1.3e6 / 1e12, "train/mfu": 0.31 + 0.01 * float(rng.normal()),
+        }  # fmt: skip
+        if step == 1 or step % matrix_every == 0:
+            mix = math.exp(-8.0 * part)
+            popularity = mix * taste + (1 - mix) * taste.mean(axis=1, keepdims=True)
+            counts = rng.poisson(popularity / popularity.sum(axis=1, keepdims=True) * tokens * 2)
+            weights = [np.exp(x * min(1.0, 3 * part)) for x in lean]
+            record |= load_metrics(counts) | {
+                "moe/bias_min": -0.2 * part, "moe/bias_max": 0.3 * part,
+                "kda/decay_mean": (np.exp(decay) * (0.9 + 0.1 * part)).tolist(),
+                "kda/decay_p05": (np.exp(2.5 * decay) * 0.7).tolist(), "kda/decay_p95": np.exp(0.1 * decay).tolist(),
+                "kda/near_bound_share": (0.02 + 0.1 * part * rng.random(layers)).tolist(),
+                "depth/attention": [(x / x.sum()).tolist() for x in weights],
+            }  # fmt: skip
+        if step % max(steps // 4, 1) == 0:
+            record |= {"valid/loss": mean + 0.11, "valid/bits_per_byte": (mean + 0.11) / math.log(2) / 3.1}
+        out.append(record)
+        if step == steps // 2:
+            out.append({"step": step, "time": round(clock, 3), "event": "save", "message": f"saved step {step}"})
+        if step == int(steps * 0.6):
+            message = "loss not finite; step skipped (1 in a row)"
+            out.append({"step": step, "time": round(clock, 3), "event": "skip", "message": message})
+    return out
+
+
+def write_run(folder: Path, rows: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Path:
+    """Write records as the metrics file of a run folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(encode_line(row) for row in rows))
+    (folder / "config.yaml").write_text(json.dumps(config or {"run": {"name": folder.name}, "train": {"steps": 200}}))
+    return folder
