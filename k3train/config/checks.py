@@ -1,0 +1,414 @@
+"""What a configuration must satisfy, checked before a process group exists.
+
+Each check raises with what is wrong, the value, and what to type. `k3train.parallel` may rely on every rule here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from k3train.config.schema import Config, expand_pattern
+from k3train.errors import ConfigError, DataError, LayoutError
+
+BOUND_FLOOR = -5.9  # exp(-(16 * 5.9)) is the smallest tile factor whose inverse bf16 and fp32 still hold
+GROUP = 32  # elements that share one MXFP4 scale
+
+
+def check(config: Config, world_size: int | None = None) -> None:
+    """Check everything that needs no file and no device.
+
+    world_size: the number of ranks that will really run; without it, parallel.world or the smallest that fits.
+    Raises ConfigError, or LayoutError for sizes that do not divide.
+    """
+    _check_ranges(config)
+    _check_model(config)
+    _check_training(config)
+    if config.parallel.auto and world_size is None and config.parallel.world is None:
+        return  # sizes are proposed once the number of ranks is known, and checked then
+    if config.parallel.auto:
+        return
+    _check_layout(config)
+    world = ranks(config, world_size)
+    _check_batch(config, world)
+    _check_engine(config, world)
+
+
+def layers(config: Config) -> str:
+    """The expanded layer pattern, one letter a layer. Raises ConfigError."""
+    try:
+        return expand_pattern(config.model.pattern, config.model.hybrid)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def ranks(config: Config, available: int | None = None) -> int:
+    """Number of ranks of the run: parallel.world, else `available`, else parallel.data's, else the smallest that fits.
+
+    available: what a launcher gives (torchrun, Slurm). Raises LayoutError where they contradict each other.
+    """
+    p = config.parallel
+    model_ranks = p.tensor * p.pipeline * p.context
+    if p.world is not None and available is not None and p.world != available:
+        raise LayoutError(
+            f"parallel.world={p.world}, but the launcher started {available} ranks; type parallel.world={available}, "
+            "or leave parallel.world out"
+        )
+    world = p.world if p.world is not None else available
+    if world is None:
+        world = model_ranks * (p.data if p.data is not None else _smallest_data(config))
+    if world % model_ranks:
+        near = max(1, world // model_ranks) * model_ranks
+        raise LayoutError(
+            f"{world} ranks do not divide by tensor*pipeline*context = {p.tensor}*{p.pipeline}*{p.context} = "
+            f"{model_ranks}; run {near} ranks (parallel.world={near}) or change the sizes"
+        )
+    data = world // model_ranks
+    if p.data is not None and p.data != data:
+        raise LayoutError(
+            f"parallel.data={p.data}, but {world} ranks / ({p.tensor}*{p.pipeline}*{p.context}) = {data}; type "
+            f"parallel.data={data} or parallel.world={p.data * model_ranks}"
+        )
+    if (p.tensor * p.context * data) % p.expert:
+        fitting = _divisors(p.tensor * p.context * data)
+        raise LayoutError(
+            f"parallel.expert={p.expert} must divide the ranks of one pipeline stage, tensor*context*data = "
+            f"{p.tensor}*{p.context}*{data} = {p.tensor * p.context * data}; type parallel.expert={fitting[-1]} "
+            f"(or one of {fitting}), or parallel.world={model_ranks * _smallest_data(config)}"
+        )
+    return world
+
+
+def data_parallel(config: Config, available: int | None = None) -> int:
+    """Data-parallel size (ranks that see different sequences). Raises LayoutError as `ranks`."""
+    p = config.parallel
+    return ranks(config, available) // (p.tensor * p.pipeline * p.context)
+
+
+def micro_batches(config: Config, available: int | None = None) -> int:
+    """Micro-batches a rank runs in one optimizer step."""
+    return config.train.global_batch // (config.train.micro_batch * data_parallel(config, available))
+
+
+def sequence_parallel(config: Config) -> bool:
+    """Whether sequence parallelism is on: parallel.sequence, else on with tensor > 1."""
+    p = config.parallel
+    return p.tensor > 1 if p.sequence is None else p.sequence
+
+
+def stage_layers(config: Config) -> list[int] | None:
+    """Layers of each of the pipeline*virtual stages from parallel.pipeline_layout, or None where it is left out.
+
+    Stages are in the model's order; stage s runs on pipeline rank s % pipeline as its chunk s // pipeline.
+    """
+    text = config.parallel.pipeline_layout
+    if text is None:
+        return None
+    pattern, stages = layers(config), config.parallel.pipeline * config.parallel.virtual
+    parts = ["".join(part.split()) for part in text.split("|")]
+    example = _example_layout(pattern, stages)
+    if len(parts) != stages:
+        raise LayoutError(
+            f"parallel.pipeline_layout has {len(parts)} stages, and pipeline*virtual = {config.parallel.pipeline}*"
+            f"{config.parallel.virtual} = {stages}; type for example parallel.pipeline_layout='{example}'"
+        )
+    parts[0], parts[-1] = parts[0].removeprefix("E"), parts[-1].removesuffix("L")
+    if "".join(parts) != pattern:
+        raise LayoutError(
+            f"parallel.pipeline_layout={text!r} spells the layers {''.join(parts)!r}, the model's are {pattern!r} "
+            f"(E first and L last stand for embedding and head); type for example parallel.pipeline_layout='{example}'"
+        )
+    return [len(part) for part in parts]
+
+
+def check_corpus(config: Config) -> None:
+    """Refuse a corpus or dataset that is missing or empty. Raises DataError. Looks at names and sizes only."""
+    data = config.data
+    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
+        raise DataError(f"data.tokenizer={data.tokenizer} is not a file; give a Hugging Face tokenizer.json, or null")
+    if data.prefix is not None:
+        missing = [s for s in (".bin", ".idx") if not Path(f"{Path(data.prefix).expanduser()}{s}").is_file()]
+        if missing:
+            raise DataError(
+                f"data.prefix={data.prefix}: {data.prefix}{missing[0]} is not there; `k3train data prepare input=... "
+                f"output={data.prefix}` makes it"
+            )
+        return
+    if data.corpus == "default" or data.corpus.startswith("recall:"):
+        return
+    files = list(_corpus_files(data.corpus))
+    if not files:
+        raise DataError(f"data.corpus={data.corpus} matches no file; give text files, a glob, a folder, or default")
+    if not any(f.stat().st_size for f in files):
+        raise DataError(f"data.corpus={data.corpus} matches {len(files)} files, all empty")
+
+
+def _corpus_files(corpus: str) -> list[Path]:
+    found: list[Path] = []
+    for word in corpus.replace(",", " ").split():
+        path = Path(word).expanduser()
+        if path.is_dir():
+            found += [p for p in path.rglob("*") if p.is_file()]
+        elif path.is_file():
+            found.append(path)
+        else:
+            anchor = Path(path.anchor) if path.is_absolute() else Path()
+            pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
+            found += [p for p in anchor.glob(pattern) if p.is_file()]
+    return found
+
+
+_POSITIVE = [
+    "model.vocab_size", "model.hidden_size", "model.dense_hidden", "model.residual_block", "model.kda.heads",
+    "model.kda.head_dim", "model.kda.conv_size", "model.mla.heads", "model.mla.q_lora_rank", "model.mla.kv_lora_rank",
+    "model.mla.nope_dim", "model.mla.v_dim", "model.moe.experts", "model.moe.top_k", "model.moe.expert_hidden",
+    "model.moe.latent", "model.moe.balancing.bins", "parallel.tensor", "parallel.pipeline", "parallel.virtual",
+    "parallel.context", "parallel.expert", "parallel.expert_tensor", "parallel.world", "parallel.data", "optim.lr",
+    "optim.eps", "optim.clip_grad", "optim.qk_clip", "optim.muon.ns_steps", "train.steps", "train.seq_length",
+    "train.micro_batch", "train.global_batch", "train.log_every", "train.eval_every", "train.watchdog_seconds",
+    "train.max_bad_steps", "train.stop_after", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every",
+    "tracking.decay_every", "cluster.nodes", "cluster.ranks_per_node", "cluster.cpus_per_task", "cluster.chain",
+    "quantize.calibration_tokens", "quantize.workers", "export.shard_bytes", "generate.max_tokens",
+    "generate.prefill_chunk", "evaluate.samples",
+]  # fmt: skip
+_FRACTIONS = [
+    "data.validation_fraction", "schedule.warmup_fraction", "schedule.min_lr_ratio", "schedule.decay_fraction",
+    "optim.beta1", "optim.beta2", "optim.muon.momentum", "model.moe.balancing.ema", "generate.top_p",
+]  # fmt: skip
+_NOT_NEGATIVE = [
+    "run.seed", "model.dense_layers", "model.mla.shared_dim", "model.moe.shared_experts", "model.init_std",
+    "model.mtp_weight", "optim.weight_decay", "train.eval_samples", "train.sample_tokens", "train.threads",
+    "data.workers", "cluster.gpus_per_node", "cluster.max_restarts", "cluster.signal_lead", "generate.temperature",
+    "generate.top_k",
+]  # fmt: skip
+
+
+def _check_ranges(config: Config) -> None:
+    for key in _POSITIVE:
+        value = get(config, key)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{key}={value} must be above 0")
+    for key in _FRACTIONS:
+        value = get(config, key)
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{key}={value} must lie in [0, 1]")
+    for key in _NOT_NEGATIVE:
+        value = get(config, key)
+        if value is not None and value < 0:
+            raise ConfigError(f"{key}={value} must not be negative")
+    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
+        raise ConfigError(f"run.name={config.run.name!r} names a folder inside run.dir: no slash, no leading dot")
+
+
+def get(config: Any, dotted: str) -> Any:
+    """The value at a dotted key of nested dataclasses."""
+    for name in dotted.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _check_model(config: Config) -> None:
+    m, moe = config.model, config.model.moe
+    pattern = layers(config)
+    bound = m.kda.decay_bound
+    if bound is not None and not BOUND_FLOOR <= bound < 0:
+        raise ConfigError(
+            f"model.kda.decay_bound={bound} is outside [{BOUND_FLOOR}, 0); type model.kda.decay_bound=-5, or null "
+            "for the unbounded gate"
+        )
+    if m.kda.output_gate == "low_rank" and m.mixer == "softmax" and m.kda.head_dim < 1:
+        raise ConfigError("model.kda.head_dim must be above 0")
+    if moe.top_k >= moe.experts:
+        raise ConfigError(
+            f"model.moe.top_k={moe.top_k} must be below model.moe.experts={moe.experts}; type "
+            f"model.moe.top_k={max(1, moe.experts // 4)}"
+        )
+    if m.dense_layers > len(pattern):
+        raise ConfigError(f"model.dense_layers={m.dense_layers} exceeds the {len(pattern)} layers of model.pattern")
+    if m.mtp_layers not in (0, 1):
+        raise ConfigError(f"model.mtp_layers={m.mtp_layers} must be 0 or 1")
+    if moe.latent_norm and moe.latent is None:
+        raise ConfigError("model.moe.latent_norm=true needs model.moe.latent; type model.moe.latent_norm=false")
+    for key, width in (
+        ("model.moe.expert_hidden", moe.expert_hidden),
+        ("model.moe.latent", moe.latent or m.hidden_size),
+    ):
+        if width % GROUP:
+            key = key if moe.latent is not None or key.endswith("hidden") else "model.hidden_size"
+            raise ConfigError(
+                f"{key}={width} must be a multiple of {GROUP}, the MXFP4 group of expert weights; type "
+                f"{key}={math.ceil(width / GROUP) * GROUP}"
+            )
+
+
+def _check_training(config: Config) -> None:
+    t, s, o = config.train, config.schedule, config.optim
+    if s.kind == "wsd" and s.warmup_fraction + s.decay_fraction > 1:
+        raise ConfigError(
+            f"schedule.warmup_fraction={s.warmup_fraction} + schedule.decay_fraction={s.decay_fraction} exceed 1"
+        )
+    if t.global_batch % t.micro_batch:
+        raise LayoutError(
+            f"train.global_batch={t.global_batch} does not divide by train.micro_batch={t.micro_batch}; type "
+            f"train.micro_batch={math.gcd(t.global_batch, t.micro_batch)}"
+        )
+    if t.profile is not None:
+        start, _, stop = t.profile.partition(":")
+        if not (start.isdigit() and stop.isdigit() and int(start) < int(stop)):
+            raise ConfigError(f"train.profile={t.profile!r} must be START:STOP steps; type train.profile='10:12'")
+    if s.batch_ramp is not None:
+        parts = s.batch_ramp.split(":")
+        if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+            raise ConfigError(
+                f"schedule.batch_ramp={s.batch_ramp!r} must be START:INCREMENT:STEPS; type "
+                f"schedule.batch_ramp='{max(1, t.global_batch // 4)}:{max(1, t.global_batch // 4)}:100'"
+            )
+    if o.qk_clip is not None and not o.qk_clip > 0:
+        raise ConfigError(f"optim.qk_clip={o.qk_clip} must be above 0, or null")
+
+
+def _check_layout(config: Config) -> None:
+    m, p, t = config.model, config.parallel, config.train
+    pattern = layers(config)
+    divided = [
+        ("model.kda.heads", m.kda.heads, "tensor", p.tensor),
+        ("model.mla.heads", m.mla.heads, "tensor", p.tensor),
+        ("model.vocab_size", m.vocab_size, "tensor", p.tensor),
+        ("model.dense_hidden", m.dense_hidden, "tensor", p.tensor),
+        ("model.moe.expert_hidden * shared_experts", m.moe.expert_hidden * m.moe.shared_experts, "tensor", p.tensor),
+        ("model.moe.experts", m.moe.experts, "expert", p.expert),
+        ("train.seq_length", t.seq_length, "context", p.context),
+    ]
+    for key, size, name, parts in divided:
+        if size % parts:
+            fitting = [d for d in _divisors(size) if d <= parts][-1]
+            raise LayoutError(
+                f"{key}={size} does not divide by parallel.{name}={parts}; type parallel.{name}={fitting}"
+            )
+    if p.expert_tensor != 1:
+        raise LayoutError(
+            f"parallel.expert_tensor={p.expert_tensor}: expert weights are never split by tensor parallelism here; "
+            "type parallel.expert_tensor=1 and use parallel.expert"
+        )
+    if p.sequence and p.tensor == 1:
+        raise LayoutError("parallel.sequence=true needs parallel.tensor above 1; type parallel.sequence=null")
+    if p.tensor > 1 and not sequence_parallel(config) and m.dense_layers < len(pattern):
+        raise LayoutError(
+            f"parallel.sequence=false with parallel.tensor={p.tensor}: experts need sequence parallelism with tensor "
+            "parallelism; type parallel.sequence=true"
+        )
+    stream = t.micro_batch * t.seq_length
+    pieces = p.context * (p.tensor if sequence_parallel(config) else 1) * (2 if p.context > 1 else 1)
+    if stream % pieces:
+        raise LayoutError(
+            f"a micro-batch has train.micro_batch*train.seq_length = {t.micro_batch}*{t.seq_length} = {stream} tokens, "
+            f"which do not divide by {pieces} (context {p.context}"
+            + (f", sequence parallel over {p.tensor}" if sequence_parallel(config) else "")
+            + (", two halves of queries" if p.context > 1 else "")
+            + f"); type train.seq_length={math.ceil(t.seq_length / pieces) * pieces}"
+        )
+    _check_pipeline(config, pattern)
+
+
+def _check_pipeline(config: Config, pattern: str) -> None:
+    p = config.parallel
+    if p.virtual > 1 and p.pipeline == 1:
+        raise LayoutError(
+            f"parallel.virtual={p.virtual} needs parallel.pipeline above 1; type parallel.virtual=1 "
+            "or parallel.pipeline=2"
+        )
+    stages = p.pipeline * p.virtual
+    if stages > len(pattern):
+        raise LayoutError(
+            f"parallel.pipeline*parallel.virtual = {p.pipeline}*{p.virtual} = {stages} stages, but the model has "
+            f"{len(pattern)} layers; type parallel.virtual={max(1, len(pattern) // p.pipeline)}"
+            + ("" if p.pipeline <= len(pattern) else f" parallel.pipeline={len(pattern)}")
+        )
+    counts = stage_layers(config)
+    if counts is not None and p.pipeline == 1 and len(counts) > 1:
+        raise LayoutError(
+            "parallel.pipeline_layout needs parallel.pipeline above 1; type parallel.pipeline_layout=null"
+        )
+    if p.overlap_param_gather and not (p.distributed_optimizer and p.overlap_grad_reduce):
+        raise LayoutError(
+            "parallel.overlap_param_gather=true needs parallel.distributed_optimizer=true and "
+            "parallel.overlap_grad_reduce=true; type all three, or parallel.overlap_param_gather=false"
+        )
+
+
+def _check_batch(config: Config, world: int) -> None:
+    t, p = config.train, config.parallel
+    data = world // (p.tensor * p.pipeline * p.context)
+    unit = t.micro_batch * data
+    if t.global_batch % unit:
+        raise LayoutError(
+            f"train.global_batch={t.global_batch} does not divide by train.micro_batch*data = {t.micro_batch}*{data} = "
+            f"{unit}; type train.global_batch={math.ceil(t.global_batch / unit) * unit}"
+            + (f" or train.micro_batch={t.global_batch // data}" if t.global_batch % data == 0 else "")
+        )
+    count = t.global_batch // unit
+    if p.virtual > 1 and count % p.pipeline:
+        raise LayoutError(
+            f"parallel.virtual={p.virtual}: the {count} micro-batches of a step must divide by parallel.pipeline="
+            f"{p.pipeline}; type train.global_batch={math.ceil(count / p.pipeline) * p.pipeline * unit}"
+        )
+    if config.schedule.batch_ramp is not None:
+        start, increment, _ = (int(x) for x in config.schedule.batch_ramp.split(":"))
+        for name, value in (("start", start), ("increment", increment)):
+            if value % unit:
+                raise LayoutError(
+                    f"schedule.batch_ramp={config.schedule.batch_ramp!r}: its {name} {value} does not divide by "
+                    f"train.micro_batch*data = {unit}; type a multiple of {unit}"
+                )
+        if start > t.global_batch:
+            raise LayoutError(f"schedule.batch_ramp starts at {start}, above train.global_batch={t.global_batch}")
+
+
+def _check_engine(config: Config, world: int) -> None:
+    e, p = config.engine, config.parallel
+    if e.name == "megatron":
+        if e.offload != "none":
+            raise ConfigError(
+                f"engine.offload={e.offload} belongs to DeepSpeed; type engine=deepspeed or engine.offload=none"
+            )
+        return
+    if e.zero_stage not in (1, 2, 3):
+        raise ConfigError(f"engine.zero_stage={e.zero_stage} must be 1, 2 or 3")
+    split = {n: getattr(p, n) for n in ("tensor", "pipeline", "context", "expert") if getattr(p, n) != 1}
+    if split:
+        shown = " ".join(f"parallel.{k}={v}" for k, v in split.items())
+        raise LayoutError(
+            f"engine=deepspeed is data-parallel only, and {shown} was asked; type engine=megatron, or "
+            + " ".join(f"parallel.{k}=1" for k in split)
+        )
+    if p.distributed_optimizer:
+        raise LayoutError(
+            "parallel.distributed_optimizer=true is the megatron engine's; type engine=deepspeed (which turns it off "
+            "and shards by ZeRO), or engine=megatron"
+        )
+
+
+def _divisors(n: int) -> list[int]:
+    return sorted({x for i in range(1, math.isqrt(n) + 1) if n % i == 0 for x in (i, n // i)})
+
+
+def _smallest_data(config: Config) -> int:
+    """The smallest data-parallel size whose stage holds whole expert groups."""
+    p = config.parallel
+    return p.expert // math.gcd(p.expert, p.tensor * p.context)
+
+
+def _example_layout(pattern: str, stages: int) -> str:
+    cuts = [round(i * len(pattern) / stages) for i in range(stages + 1)]
+    return "E " + "|".join(" ".join(pattern[a:b]) for a, b in zip(cuts, cuts[1:])) + " L"
+
+
+def all_fields(instance: Any, prefix: str = "") -> list[str]:
+    """Dotted names of every leaf of nested dataclasses."""
+    names: list[str] = []
+    for f in fields(instance):
+        value = getattr(instance, f.name)
+        names += all_fields(value, f"{prefix}{f.name}.") if is_dataclass(value) else [prefix + f.name]
+    return names

@@ -1,0 +1,113 @@
+"""Sizes that do not fit are refused by name, with what to type."""
+
+from __future__ import annotations
+
+import pytest
+
+from k3train.config import checks
+from k3train.config.compose import compose
+from k3train.config.schema import Config
+from k3train.errors import ConfigError, LayoutError
+
+LAYOUTS = {
+    "heads do not divide by tensor": (["parallel.tensor=3"], "type parallel.tensor=2"),
+    "vocabulary does not divide by tensor": (["parallel.tensor=2", "model.vocab_size=4095"], "model.vocab_size=4095"),
+    "experts do not divide by expert": (["parallel.expert=3"], "type parallel.expert=2"),
+    "expert does not divide the stage's ranks": (["parallel.expert=4", "parallel.world=2"], "parallel.world=4"),
+    "sequence does not divide by context": (["parallel.context=3"], "train.seq_length=256"),
+    "stream does not split for context and sequence parallelism": (
+        ["parallel.context=2", "parallel.tensor=2", "train.seq_length=254", "train.micro_batch=1"],
+        "do not divide by 8"),
+    "batch does not divide by micro batch": (["train.micro_batch=3"], "type train.micro_batch=1"),
+    "batch does not divide by data": (["parallel.data=3"], "type train.global_batch=12"),
+    "world does not divide": (["parallel.world=3", "parallel.tensor=2"], "run 2 ranks"),
+    "data and world disagree": (["parallel.world=4", "parallel.data=2"], "type parallel.data=4"),
+    "virtual stages without pipeline": (["parallel.virtual=2"], "type parallel.virtual=1"),
+    "more stages than layers": (["parallel.pipeline=8", "parallel.virtual=2"], "9 layers"),
+    "virtual stages and odd micro-batches": (
+        ["parallel.pipeline=2", "parallel.virtual=2", "train.micro_batch=8"], "type train.global_batch=16"),
+    "expert tensor parallelism": (["parallel.expert_tensor=2"], "type parallel.expert_tensor=1"),
+    "experts under tensor without sequence": (["parallel.tensor=2", "parallel.sequence=false"], "sequence=true"),
+    "sequence without tensor": (["parallel.sequence=true"], "parallel.tensor above 1"),
+    "layout with too few stages": (["parallel.pipeline=2", "parallel.pipeline_layout='E KKKFKKKFF L'"], "1 stages"),
+    "layout of other layers": (["parallel.pipeline=2", "parallel.pipeline_layout='E KKKK|KKKFF'"], "KKKFKKKFF"),
+    "gather overlap without reduce overlap": (["parallel.overlap_param_gather=true"], "overlap_grad_reduce=true"),
+    "deepspeed with tensor": (["engine=deepspeed", "parallel.tensor=2"], "parallel.tensor=2"),
+    "deepspeed with expert": (["engine=deepspeed", "parallel.expert=2", "train.micro_batch=1"], "type engine=megatron"),
+    "deepspeed with the distributed optimizer": (["engine.name=deepspeed"], "type engine=deepspeed"),
+    "batch ramp that does not divide": (["parallel.data=2", "schedule.batch_ramp='4:4:10'"], "multiple of 8"),
+}  # fmt: skip
+
+VALUES = {
+    "a bound below the floor": (["model.kda.decay_bound=-6"], "[-5.9, 0)"),
+    "a bound of zero": (["model.kda.decay_bound=0"], "or null"),
+    "as many chosen experts as there are": (["model.moe.top_k=16"], "must be below"),
+    "an expert width that MXFP4 cannot group": (["model.moe.expert_hidden=48"], "type model.moe.expert_hidden=64"),
+    "a latent width that MXFP4 cannot group": (["model.moe.latent=40"], "type model.moe.latent=64"),
+    "a latent norm without a latent": (["model.moe.latent=null"], "latent_norm=false"),
+    "a bad pattern": (["model.pattern=KXF"], "letters K and F"),
+    "more dense layers than layers": (["model.dense_layers=10"], "9 layers"),
+    "two mtp layers": (["model.mtp_layers=2"], "0 or 1"),
+    "no steps": (["train.steps=0"], "above 0"),
+    "a fraction above one": (["schedule.warmup_fraction=1.5"], "[0, 1]"),
+    "a wsd that decays before it is warm": (["schedule=wsd", "schedule.warmup_fraction=0.9"], "exceed 1"),
+    "offload on the megatron engine": (["engine.offload=cpu"], "engine=deepspeed"),
+    "a zero stage that does not exist": (["engine=deepspeed", "engine.zero_stage=4"], "1, 2 or 3"),
+    "a profile that is no range": (["train.profile=10"], "START:STOP"),
+    "a run name with a slash": (["run.name=a/b"], "no slash"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layout_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        compose(overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), VALUES.values(), ids=VALUES.keys())
+def test_value_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        ([], 1),
+        (["parallel.tensor=2"], 2),
+        (["parallel.pipeline=2", "parallel.virtual=2"], 2),
+        (["parallel.expert=2"], 2),
+        (["parallel.expert=2", "parallel.tensor=2"], 2),
+        (["parallel.expert=4", "parallel.context=2", "train.micro_batch=2"], 4),
+        (["parallel.data=2", "parallel.tensor=2"], 4),
+        (["parallel.world=4", "parallel.context=2"], 4),
+    ],
+)
+def test_ranks_are_the_smallest_that_fit(overrides: list[str], world: int) -> None:
+    assert checks.ranks(compose(overrides)) == world
+
+
+def test_ranks_of_a_launcher_decide_and_contradictions_are_named() -> None:
+    assert checks.ranks(compose([]), 4) == 4
+    assert checks.data_parallel(compose(["parallel.tensor=2"]), 4) == 2
+    with pytest.raises(LayoutError, match="launcher started 2 ranks"):
+        checks.ranks(compose(["parallel.world=1"]), 2)
+    with pytest.raises(LayoutError, match="run 2 ranks"):
+        checks.check(compose(["parallel.tensor=2"]), 3)
+
+
+def test_stage_layers_of_a_given_layout() -> None:
+    config = compose(["parallel.pipeline=2", "parallel.pipeline_layout='E K K K|F KKK FF L'"])
+    assert checks.stage_layers(config) == [3, 6]
+    assert checks.stage_layers(compose([])) is None
+
+
+def test_every_ranged_key_exists() -> None:
+    known = set(checks.all_fields(Config()))
+    assert known >= {*checks._POSITIVE, *checks._FRACTIONS, *checks._NOT_NEGATIVE}
+
+
+def test_micro_batches_of_a_step() -> None:
+    assert checks.micro_batches(compose(["train.micro_batch=2", "train.global_batch=16", "parallel.data=2"])) == 4
