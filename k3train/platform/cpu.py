@@ -161,7 +161,7 @@ def install() -> bool:
     # torch.compile on a CPU means minutes of g++ for megatron's small fused functions. TORCHDYNAMO_DISABLE=0 keeps it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if (dynamo := sys.modules.get("torch._dynamo.config")) is not None and os.environ["TORCHDYNAMO_DISABLE"] == "1":
-        dynamo.disable = True
+        setattr(dynamo, "disable", True)  # noqa: B010
     _replace_cuda()
     _replace_tensor_functions()
     _replace_collectives()
@@ -265,9 +265,10 @@ def _replace_tensor_functions() -> None:
     def pin_memory(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return self if _called_by_guest() else true_pin(self, *args, **options)
 
-    tensor.type, tensor.cuda, tensor.pin_memory = type_, cuda, pin_memory  # type: ignore[method-assign]
-    tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
-    module.cuda = module_cuda  # type: ignore[method-assign]
+    for name, replacement in {"type": type_, "cuda": cuda, "pin_memory": pin_memory}.items():
+        setattr(tensor, name, replacement)
+    setattr(tensor, "record_stream", lambda self, stream: None)  # noqa: B010 (mypy takes no assignment to a method)
+    setattr(module, "cuda", module_cuda)  # noqa: B010
 
 
 def _divide(tensor: torch.Tensor, count: int) -> None:
