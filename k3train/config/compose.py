@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -18,7 +20,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from k3train.config import checks
 from k3train.config.keys import all_keys, choice_error, did_you_mean
 from k3train.config.overrides import check_overrides
-from k3train.config.schema import Config
+from k3train.config.schema import CHOICES, Config
 from k3train.errors import ConfigError
 
 PRIMARY = "k3train"
@@ -69,12 +71,13 @@ def _typed(composed: DictConfig) -> Config:
         if key not in all_keys():
             raise ConfigError(f"there is no key {key} (value {value!r}); {did_you_mean(key)}")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
-        config = cast(Config, OmegaConf.to_object(merged))
+        if OmegaConf.get_type(composed) is not Config:
+            composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
+        config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         raise ConfigError(_readable(error)) from error
-    for key, value in leaves(OmegaConf.to_container(OmegaConf.structured(config))):
-        complaint = choice_error(key, value)
+    for key in CHOICES:
+        complaint = choice_error(key, checks.get(config, key))
         if complaint:
             raise ConfigError(complaint)
     return config
@@ -102,7 +105,7 @@ def _readable(error: Exception) -> str:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain nested dicts of a Config."""
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    return dataclasses.asdict(config)
 
 
 def save_resolved(config: Config, path: Path | str) -> None:
@@ -111,7 +114,7 @@ def save_resolved(config: Config, path: Path | str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+        yaml.safe_dump(to_dict(config), file, sort_keys=False, width=1000)
         file.flush()
         os.fsync(file.fileno())
     Path(name).chmod(0o644)

@@ -48,10 +48,23 @@ def test_refused(override: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["train.steps='64'", "model.kda.decay_bound=null", "model.kda.decay_bound=-4", "++train.steps=3", "experiment=null",
-     "tracking.entity=none_such", "run.name=123", "evaluate.suites=[heldout,mqar]", "optim.lr=1e-3",
-     "engine.offload=none", "hydra.verbose=true", "hydra/launcher=basic", "model.kda={heads: 4}", "train.steps=${train.eval_every}"],
-)  # fmt: skip
+    [
+        "train.steps='64'",
+        "model.kda.decay_bound=null",
+        "model.kda.decay_bound=-4",
+        "++train.steps=3",
+        "experiment=null",
+        "tracking.entity=none_such",
+        "run.name=123",
+        "evaluate.suites=[heldout,mqar]",
+        "optim.lr=1e-3",
+        "engine.offload=none",
+        "hydra.verbose=true",
+        "hydra/launcher=basic",
+        "model.kda={heads: 4}",
+        "train.steps=${train.eval_every}",
+    ],
+)
 def test_accepted(override: str) -> None:
     check_overrides([override], conf_dir())
 
