@@ -189,7 +189,7 @@ class WandbMirror:
                     pipe.flush()
                     self.sent += 1
                 except (OSError, ValueError) as error:
-                    self.problem = f"the W&B process ended early ({error}); see wandb/mirror.log"
+                    self.problem = self.problem or f"the W&B process ended early ({error}); see wandb/mirror.log"
                     self.dropped += 1
             else:
                 self.dropped += 1
@@ -217,6 +217,7 @@ class WandbMirror:
             if code and not self.problem:
                 self.problem = f"the W&B process ended with code {code}; see wandb/mirror.log"
         except subprocess.TimeoutExpired:
+            # said before the kill, whose broken pipe would otherwise be taken for the cause
             self.problem = self.problem or "W&B did not finish in time; its files stay in wandb/ for `wandb sync`"
             self._child.kill()
             self._child.wait()

@@ -88,6 +88,7 @@ class Mirror:
                     raise
                 self.error = f"online refused ({type(error).__name__}: {error}); the run is kept offline"
                 print(self.error, file=sys.stderr, flush=True)
+                wandb.teardown()  # the refused attempt would still hold the run's id
         raise AssertionError("unreachable")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
