@@ -1,0 +1,281 @@
+"""The megatron-core engine: DDP, distributed optimizer, pipeline schedules, resharding checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from k3train.config.schema import Config
+from k3train.engine import gradients
+from k3train.engine.base import Batch, StepResult
+from k3train.engine.sharded_state import DirectSaveStrategy, model_state
+from k3train.model.build import build_chunks, chunks_of_rank, make_context
+from k3train.model.context import PackedStream
+from k3train.model.k3 import K3Model
+from k3train.parallel.layout import Layout
+
+
+def training_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 on GPU and fp32 on CPU."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+
+
+def has_weight_decay(param: torch.nn.Parameter) -> bool:
+    """Matrices only: none on vectors, short convolutions, A_log and dt_bias (spec table 8 row 17)."""
+    spec = param.k3  # type: ignore[attr-defined]
+    return len(spec.shape) >= 2 and spec.init not in ("conv", "dt_bias")
+
+
+class MegatronEngine:
+    """One rank's share of the model and of its optimizer."""
+
+    def __init__(self, config: Config, layout: Layout, device: torch.device) -> None:
+        self.config, self.layout, self.device = config, layout, device
+        dtype = training_dtype(config.train.precision, device)
+        self.ctx = make_context(config.model, layout, dtype, device, recompute=config.train.recompute)
+        chunks = chunks_of_rank(config.model, layout.sizes, layout.pp.rank(), config.parallel.pipeline_layout)
+        self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)
+        self.ddp = self._wrap()
+        self.optimizer = self._make_optimizer()
+        self._pending: Path | None = None
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _wrap(self) -> list[DistributedDataParallel]:
+        parallel = self.config.parallel
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+        )
+        wrapped = []
+        for i, model in enumerate(self.models):
+            model.model_type = ModelType.encoder_or_decoder
+            wrapped.append(DistributedDataParallel(self.ctx.megatron, ddp_config, model, disable_bucketing=i > 0))
+        config = self.ctx.megatron
+        config.finalize_model_grads_func = self._finalize
+        if parallel.overlap_grad_reduce:
+            no_sync = [w.no_sync for w in wrapped]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            starts = [w.start_grad_sync for w in wrapped]
+            config.grad_sync_func = starts if len(starts) > 1 else starts[0]
+        if parallel.overlap_param_gather:
+            gathers = [w.start_param_sync for w in wrapped]
+            config.param_sync_func = gathers if len(gathers) > 1 else gathers[0]
+        return wrapped
+
+    def _make_optimizer(self) -> Any:
+        optim = self.config.optim
+        config = OptimizerConfig(
+            optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2, adam_eps=optim.eps, clip_grad=optim.clip_grad,
+            bf16=self.ctx.dtype == torch.bfloat16, params_dtype=self.ctx.dtype,
+            use_distributed_optimizer=self.config.parallel.distributed_optimizer,
+            overlap_param_gather=self.config.parallel.overlap_param_gather,
+        )  # fmt: skip
+        no_decay = ParamKey(predicate=ParamPredicate(name="no_decay", fn=lambda p: not has_weight_decay(p)))
+        return get_megatron_optimizer(config, self.ddp, config_overrides={no_decay: {"wd_mult": 0.0}})
+
+    def _finalize(self, models: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+        # replicated-but-partial gradients first: the data-parallel reduction may leave a rank only its own shard
+        if not self.config.parallel.overlap_grad_reduce:
+            gradients.sum_over_tensor_ranks(self.models, self.layout)
+            finalize_model_grads(models, num_tokens, **options)
+        else:
+            finalize_model_grads(models, num_tokens, **options)
+            gradients.sum_over_tensor_ranks(self.models, self.layout)
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = {k: v.to(self.device, non_blocking=True) for k, v in next(batches).items()}
+        total = batch["tokens"].shape[0]
+        start, length = self._slice(total)
+        stream = PackedStream(batch["cu_seqlens"], total, sequence_length=self.config.train.seq_length)
+        tokens = batch["tokens"].narrow(0, start, length)
+        labels = batch["labels"].narrow(0, start, length)
+        mask = batch["loss_mask"].narrow(0, start, length)
+        output = model(tokens, labels, stream)
+
+        def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            total_loss = (losses * mask).sum()
+            count = mask.sum()
+            return total_loss, count.int(), {"sums": torch.stack([total_loss.detach().double(), count.double()])}
+
+        return output, loss_func
+
+    def _slice(self, total: int) -> tuple[int, int]:
+        """This context-parallel rank's contiguous tokens of a stream."""
+        size = self.layout.sizes.context
+        return self.layout.cp.rank() * (total // size), total // size
+
+    def _run_schedule(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
+        """Loss sum over counted tokens and their number, over all ranks."""
+        train = self.config.train
+        sources = [list_iterator for list_iterator in _fan_out(batches, micro_batches, len(self.ddp))]
+        length = train.seq_length * train.micro_batch * self.models[0].slots
+        outputs = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=sources if len(self.ddp) > 1 else sources[0],
+            model=self.ddp if len(self.ddp) > 1 else self.ddp[0],
+            num_microbatches=micro_batches,
+            seq_length=length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for out in outputs:
+            sums += out["sums"]
+        dist.all_reduce(sums, group=self.layout.dp_cp)
+        if self.layout.pp.size() > 1:  # only the last stage has a loss
+            if not self.layout.is_last_stage_rank:
+                sums.zero_()
+            dist.all_reduce(sums, group=self.layout.pp)
+        return float(sums[0]), int(sums[1])
+
+    def step(self, batches: Iterator[Batch], lr: float) -> StepResult:
+        """One optimizer step over `micro_batches` of this rank; biases of the routers move once, after the last."""
+        for model in self.ddp:
+            model.train()
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss_sum, tokens = self._run_schedule(batches, self.micro_batches, forward_only=False)
+        result = StepResult(loss_sum / max(tokens, 1), tokens)
+        if not torch.isfinite(torch.tensor(result.loss)):
+            result.skipped = True
+            for router in gradients.routers(self.models):
+                router.load = router.counts = None
+            return result
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        success, grad_norm, _ = self.optimizer.step()
+        result.grad_norm, result.skipped = float(grad_norm), not success
+        loads = gradients.balance(self.models, self.layout)
+        result.load, result.bias_range = self._gather_loads(loads)
+        return result
+
+    @property
+    def micro_batches(self) -> int:
+        train = self.config.train
+        return train.global_batch // (train.micro_batch * self.layout.sizes.data)
+
+    def _gather_loads(self, loads: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, tuple[float, float] | None]:
+        """Load of every MoE layer of the model on every rank: [MoE layers, E], and the range of all biases."""
+        model = self.config.model
+        layers = self.ctx.megatron.num_layers
+        table = torch.zeros(layers, model.moe.experts, dtype=torch.int64, device=self.device)
+        span = torch.zeros(2, device=self.device)
+        for layer, load in loads.items():
+            table[layer] = load
+        biases = [r.bias for r in gradients.routers(self.models)]
+        if biases:
+            stacked = torch.stack(biases)
+            span = torch.stack([-stacked.min(), stacked.max()]).float()
+        if self.layout.pp.size() > 1:
+            dist.all_reduce(table, group=self.layout.pp)
+            dist.all_reduce(span, op=dist.ReduceOp.MAX, group=self.layout.pp)
+        if model.dense_layers >= layers:
+            return None, None
+        return table[model.dense_layers :].cpu(), (-float(span[0]), float(span[1]))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> tuple[float, int]:
+        """Mean loss (nats) over `micro_batches` of this rank and every other, and the tokens counted."""
+        for model in self.ddp:
+            model.eval()
+        loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=True)
+        for model in self.ddp:
+            model.train()
+        return loss_sum / max(tokens, 1), tokens
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def sharded_state(self, *, loading: bool, optimizer: bool = True) -> dict[str, Any]:
+        """Model and optimizer as ShardedTensors; the optimizer in megatron's fully reshardable form."""
+        model = model_state(self.models, self.layout)
+        state: dict[str, Any] = {"model": model}
+        if optimizer:
+            metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                copy.copy(model), is_loading=loading, metadata=metadata
+            )
+        return state
+
+    def save(self, folder: Path, state: dict[str, Any], *, wait: bool = True) -> None:
+        """Write this rank's shards into `folder` (exists, empty); `state` is small and equal on every rank."""
+        content = self.sharded_state(loading=False)
+        content["state"] = state
+        dist_checkpointing.save(content, str(folder), DirectSaveStrategy())
+
+    def poll_save(self, *, wait: bool = False) -> Path | None:
+        """The folder of a background save that has finished since the last call."""
+        done, self._pending = self._pending, None
+        return done
+
+    def load(self, folder: Path, *, optimizer: bool = True) -> dict[str, Any]:
+        """Read a checkpoint written under any layout; returns the small state saved beside it."""
+        wanted = self.sharded_state(loading=True, optimizer=optimizer)
+        loaded = dist_checkpointing.load(wanted, str(folder))
+        with torch.no_grad():
+            for model in self.models:
+                for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                    if getattr(tensor, "k3", None) is not None:
+                        tensor.copy_(loaded["model"][f"model.{name}"])
+            if optimizer:
+                self.optimizer.load_state_dict(loaded["optimizer"])
+            else:
+                self.optimizer.reload_model_params()
+        return loaded["state"]
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter whole on CPU, on every rank (small models: parity tests and checks)."""
+        local = {n: (p.detach(), p.k3) for m in self.models for n, p in m.named_parameters()}
+        return gather_full(local, self.layout)
+
+    def agree(self, flag: int) -> int:
+        """The largest flag any rank raised: one small all-reduce, so that all ranks stop at the same step."""
+        value = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value.item())
+
+
+def gather_full(local: dict[str, tuple[torch.Tensor, Any]], layout: Layout) -> dict[str, torch.Tensor]:
+    """Whole tensors by name from every rank's shards (name -> (shard, spec)), on CPU, on every rank."""
+    pieces = {}
+    for name, (tensor, spec) in local.items():
+        place = layout.ep.rank() if spec.expert else layout.tp.rank()
+        pieces[name] = (tensor.cpu(), 0 if spec.expert else spec.tensor_axis, place)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pieces)
+    shards: dict[str, dict[int, torch.Tensor]] = {}
+    axes: dict[str, int | None] = {}
+    for rank_pieces in everyone:
+        for name, (tensor, axis, place) in rank_pieces.items():
+            axes[name] = axis
+            shards.setdefault(name, {})[place] = tensor
+    return {
+        n: s[0] if (axis := axes[n]) is None else torch.cat([s[i] for i in sorted(s)], dim=axis) for n, s in shards.items()
+    }
+
+
+def _fan_out(batches: Iterator[Batch], micro_batches: int, chunks: int) -> list[Iterator[Batch]]:
+    """One iterator a model chunk over the same micro-batches (every virtual stage needs the boundaries)."""
+    if chunks == 1:
+        return [batches]
+    kept = [next(batches) for _ in range(micro_batches)]
+    return [iter(kept) for _ in range(chunks)]

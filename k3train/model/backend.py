@@ -1,0 +1,137 @@
+"""Which linear, norm, attention and grouped-GEMM classes the model is built of.
+
+`local` is megatron-core's tensor-parallel linears with plain-torch norms, attention and experts: it runs anywhere.
+Other backends subclass it and replace parts; the modules never ask which one they have.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import nn
+
+from k3train.errors import EnvironmentError_
+from k3train.model.parameters import ParameterSpec, annotate, new_parameter
+
+if TYPE_CHECKING:
+    from k3train.model.context import ModelContext, PackedStream
+
+
+class RMSNorm(nn.Module):
+    """fp32 statistics, rounded to the input's dtype before the weight, as the released model does. x [..., width]."""
+
+    def __init__(self, ctx: ModelContext, width: int, *, eps: float, on_local_tokens: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        partial = on_local_tokens and ctx.layout.sizes.sequence_parallel
+        self.weight = new_parameter(
+            ParameterSpec((width,), init="ones"), ctx.layout, ctx.dtype, sum_over_tensor=partial
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.float()
+        return self.weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Column(ColumnParallelLinear):
+    """[T, in] -> [T, out / TP]; the input has already entered the tensor-parallel region (one gather serves many)."""
+
+    def __init__(self, ctx: ModelContext, inputs: int, outputs: int) -> None:
+        config = copy.copy(ctx.megatron)
+        config.sequence_parallel = False
+        super().__init__(
+            inputs, outputs, config=config, init_method=_no_init, bias=False, skip_bias_add=True,
+            disable_grad_reduce=True, tp_group=ctx.layout.tp,
+        )  # fmt: skip
+        annotate(self.weight, ParameterSpec((outputs, inputs), tensor_axis=0, std=ctx.model.init_std))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+class Row(RowParallelLinear):
+    """[T, in / TP] -> [T_local, out]; leaves the tensor-parallel region (reduce, or reduce-scatter over tokens)."""
+
+    def __init__(self, ctx: ModelContext, inputs: int, outputs: int) -> None:
+        super().__init__(
+            inputs, outputs, config=ctx.megatron, init_method=_no_init, bias=False, input_is_parallel=True,
+            skip_bias_add=True, tp_group=ctx.layout.tp,
+        )  # fmt: skip
+        annotate(self.weight, ParameterSpec((outputs, inputs), tensor_axis=1, std=ctx.model.init_std))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+class Replicated(nn.Module):
+    """[T_local, in] -> [T_local, out] with the same weight on every tensor rank, applied to this rank's tokens."""
+
+    def __init__(self, ctx: ModelContext, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = new_parameter(
+            ParameterSpec((outputs, inputs), std=ctx.model.init_std), ctx.layout, ctx.dtype,
+            sum_over_tensor=ctx.layout.sizes.sequence_parallel,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+def _no_init(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def attention_mask(stream: PackedStream) -> torch.Tensor:
+    """bool [b, 1, s, s]: causal and inside one document, built once a micro-batch."""
+    if "attention_mask" not in stream.cache:
+        s = stream.sequence_length or stream.total
+        documents = stream.document_ids().view(-1, s)
+        same = documents[:, :, None] == documents[:, None, :]
+        stream.cache["attention_mask"] = same.tril_()[:, None]
+    mask = stream.cache["attention_mask"]
+    assert isinstance(mask, torch.Tensor)
+    return mask
+
+
+class Backend:
+    """Plain torch on megatron-core's tensor-parallel linears."""
+
+    name = "local"
+
+    column: type[nn.Module] = Column
+    row: type[nn.Module] = Row
+    replicated: type[nn.Module] = Replicated
+    norm: type[nn.Module] = RMSNorm
+
+    def attention(
+        self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THV: torch.Tensor, stream: PackedStream, scale: float
+    ) -> torch.Tensor:
+        """Causal softmax attention inside documents. q, k [T, H, K], v [T, H, V] -> [T, H, V]."""
+        total, heads, _ = q_THK.shape
+        s = stream.sequence_length or total
+        q, k, v = (x.view(-1, s, heads, x.shape[-1]).transpose(1, 2) for x in (q_THK, k_THK, v_THV))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask(stream), scale=scale)
+        return out.transpose(1, 2).reshape(total, heads, -1)
+
+    def grouped_linear(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Rows of x [N, in], sorted by expert with counts [E] rows each, times weight [E, out, in] -> [N, out]."""
+        if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
+            offsets = counts.to(x.device).cumsum(0).to(torch.int32)
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+        rows = counts.tolist()
+        parts = [F.linear(part, w) for part, w in zip(x.split(rows), weight.unbind(0))]
+        return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])
+
+
+def make_backend(name: str, device: torch.device) -> Backend:
+    """`auto` is local on CPU and the best available on GPU.
+
+    Raises EnvironmentError_ when the named backend cannot run here.
+    """
+    if name in ("auto", "local", "torch"):
+        return Backend()
+    raise EnvironmentError_(f"model.backend={name} is not available on {device.type}; use model.backend=local")

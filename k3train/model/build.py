@@ -1,0 +1,99 @@
+"""From the composed configuration to a model: megatron's config, the chunk of layers of this rank, the context."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from k3train.config.schema import ModelConfig, expand_pattern
+from k3train.model.backend import make_backend
+from k3train.model.context import ModelContext
+from k3train.model.k3 import K3Model
+from k3train.model.parameters import initialize_parameters
+from k3train.parallel.layout import Layout, Sizes
+from k3train.parallel.pipeline import Chunk, split_layers
+
+
+def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_cpu: bool) -> TransformerConfig:
+    """The part of megatron's configuration that its linears, dispatcher, DDP, optimizer and schedules read."""
+    layers = len(expand_pattern(model.pattern, model.hybrid))
+    interleaved = sizes.virtual > 1
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.mla.heads,
+        ffn_hidden_size=model.dense_hidden,
+        num_moe_experts=model.moe.experts,
+        moe_router_topk=model.moe.top_k,
+        moe_ffn_hidden_size=model.moe.expert_hidden,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual if interleaved else None,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=sizes.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=sizes.pipeline > 1,
+        # batched p2p between two stages is ambiguous in the interleaved schedule and silently wrong
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+def chunks_of_rank(model: ModelConfig, sizes: Sizes, rank: int, layout: str | None, costs: list[float] | None = None) -> list[Chunk]:
+    """The model chunks of pipeline rank `rank`, one a virtual stage."""
+    layers = len(expand_pattern(model.pattern, model.hybrid))
+    total = sizes.pipeline * sizes.virtual
+    ranges = split_layers(layers, total, layout, costs)
+    stages = [v * sizes.pipeline + rank for v in range(sizes.virtual)]
+    return [Chunk(s, *ranges[s], embeds=s == 0, heads=s == total - 1) for s in stages]
+
+
+def make_context(
+    model: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device, *, recompute: str = "none"
+) -> ModelContext:
+    """The shared context of this rank's modules."""
+    config = megatron_config(model, layout.sizes, dtype, on_cpu=device.type != "cuda")
+    backend = make_backend(model.backend, device)
+    return ModelContext(model, config, layout, backend, dtype, device, recompute=recompute)
+
+
+def build_chunks(ctx: ModelContext, chunks: list[Chunk], *, seed: int) -> list[K3Model]:
+    """Build and initialise this rank's chunks on its device."""
+    models = []
+    for v, chunk in enumerate(chunks):
+        with ctx.device:
+            model = K3Model(ctx, chunk, virtual_stage=v if len(chunks) > 1 else None)
+        initialize_parameters(model, ctx.layout, seed)
+        models.append(model)
+    return models
+
+
+def build_meta(model: ModelConfig, layout: Layout) -> K3Model:
+    """The whole model on the meta device: shapes and counts, no memory and no initialisation."""
+    ctx = make_context(dataclasses.replace(model, backend="local"), layout, torch.bfloat16, torch.device("meta"))
+    layers = len(expand_pattern(model.pattern, model.hybrid))
+    with torch.device("meta"):
+        return K3Model(ctx, Chunk(0, 0, layers, embeds=True, heads=True), virtual_stage=None)

@@ -1,0 +1,60 @@
+"""What every module of the model is built with: configs, groups, backend, dtypes, and the packing of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from k3train.config.schema import ModelConfig
+from k3train.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from k3train.model.backend import Backend
+
+
+@dataclass
+class ModelContext:
+    """Shared by the modules of one rank's model."""
+
+    model: ModelConfig
+    megatron: TransformerConfig
+    layout: Layout
+    backend: Backend
+    dtype: torch.dtype
+    device: torch.device
+    recompute: str = "none"
+    probe: Callable[[str, torch.Tensor], None] | None = None
+    """When set, modules hand it named intermediate tensors (for goldens and statistics)."""
+
+    def record(self, name: str, value: torch.Tensor) -> None:
+        if self.probe is not None:
+            self.probe(name, value.detach())
+
+
+@dataclass
+class PackedStream:
+    """Where documents begin in a micro-batch of T tokens, all context-parallel ranks together.
+
+    cu_seqlens: int32 [N+1], 0 ... T. sequence_length: T is b sequences of this many tokens and no document crosses
+    one (0: unknown). valid: bool [T] of this rank, False for padding that balancing must not count, or None.
+    """
+
+    cu_seqlens: torch.Tensor
+    total: int
+    sequence_length: int = 0
+    valid: torch.Tensor | None = None
+    cache: dict[str, object] = field(default_factory=dict)
+
+    def document_ids(self) -> torch.Tensor:
+        """int32 [T]: the document of each token of the whole stream."""
+        if "document_ids" not in self.cache:
+            positions = torch.arange(self.total, device=self.cu_seqlens.device, dtype=torch.int32)
+            boundaries = self.cu_seqlens[1:].to(torch.int32)
+            self.cache["document_ids"] = torch.bucketize(positions, boundaries, right=True)
+        ids = self.cache["document_ids"]
+        assert isinstance(ids, torch.Tensor)
+        return ids

@@ -1,0 +1,73 @@
+"""Gated multi-head latent attention without positions (report equation 7; spec section 3).
+
+Queries come from a low-rank latent; keys and values from a normed latent of kv_lora_rank channels plus one slice of
+shared_dim key channels that all heads share, neither rotated nor normed. The heads' output is gated by sigmoid(W_g x).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from k3train.model.context import ModelContext, PackedStream
+from k3train.parallel import context as context_parallel
+
+
+class GatedMLA(nn.Module):
+    """[T_local, d] -> [T_local, d]; heads are split over tensor-parallel ranks."""
+
+    def __init__(self, ctx: ModelContext, layer: int) -> None:
+        super().__init__()
+        self.ctx, self.layer = ctx, layer
+        model, mla, backend = ctx.model, ctx.model.mla, ctx.backend
+        width, self.key_dim = model.hidden_size, mla.nope_dim + mla.shared_dim
+        self.heads = mla.heads // ctx.layout.sizes.tensor
+        if mla.q_lora_rank is None:
+            self.q_proj = backend.column(ctx, width, mla.heads * self.key_dim)
+        else:
+            self.q_a_proj = backend.replicated(ctx, width, mla.q_lora_rank)
+            self.q_a_norm = backend.norm(ctx, mla.q_lora_rank, eps=mla.latent_eps)
+            self.q_b_proj = backend.column(ctx, mla.q_lora_rank, mla.heads * self.key_dim)
+        self.kv_a_proj = backend.replicated(ctx, width, mla.kv_lora_rank + mla.shared_dim)
+        self.kv_a_norm = backend.norm(ctx, mla.kv_lora_rank, eps=mla.latent_eps)
+        self.kv_b_proj = backend.column(ctx, mla.kv_lora_rank, mla.heads * (mla.nope_dim + mla.v_dim))
+        if mla.output_gate:
+            self.g_proj = backend.column(ctx, width, mla.heads * mla.v_dim)
+        self.o_proj = backend.row(ctx, mla.heads * mla.v_dim, width)
+        self.scale = self.key_dim**-0.5
+
+    def latent(self, x: torch.Tensor) -> torch.Tensor:
+        """[T_local, d] -> [T_local, kv_lora_rank + shared_dim]: what a cache keeps and context parallelism moves."""
+        mla = self.ctx.model.mla
+        c, shared = self.kv_a_proj(x).split([mla.kv_lora_rank, mla.shared_dim], dim=-1)
+        return torch.cat([self.kv_a_norm(c), shared], dim=-1)
+
+    def queries(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
+        """[T, H, nope_dim + shared_dim] of this rank's heads."""
+        if self.ctx.model.mla.q_lora_rank is None:
+            q = self.q_proj(entered)
+        else:
+            q = self.q_b_proj(self.ctx.layout.enter_tensor_parallel(self.q_a_norm(self.q_a_proj(x))))
+        return q.view(-1, self.heads, self.key_dim)
+
+    def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [S, kv_lora_rank + shared_dim] -> keys [S, H, key_dim], values [S, H, v_dim] of this rank's heads."""
+        mla = self.ctx.model.mla
+        c, shared = latent.split([mla.kv_lora_rank, mla.shared_dim], dim=-1)
+        k, v = self.kv_b_proj(c).view(-1, self.heads, mla.nope_dim + mla.v_dim).split([mla.nope_dim, mla.v_dim], dim=-1)
+        return torch.cat([k, shared[:, None].expand(-1, self.heads, -1)], dim=-1), v
+
+    def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
+        layout = self.ctx.layout
+        entered = layout.enter_tensor_parallel(x)
+        q = self.queries(x, entered)
+        latent = layout.enter_tensor_parallel(self.latent(x))
+        if layout.sizes.context > 1:
+            out = context_parallel.latent_attention(self.ctx, q, latent, self.expand, stream, self.scale)
+        else:
+            k, v = self.expand(latent)
+            out = self.ctx.backend.attention(q, k, v, stream, self.scale)
+        out = out.reshape(out.shape[0], -1)
+        if self.ctx.model.mla.output_gate:
+            out = out * torch.sigmoid(self.g_proj(entered))
+        return self.o_proj(out.to(x.dtype))

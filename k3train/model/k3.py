@@ -1,0 +1,97 @@
+"""The K3 language model: one chunk of it a pipeline stage owns, from token ids to the loss of every token."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
+from torch import nn
+
+from k3train.config.schema import expand_pattern
+from k3train.model.attention_residuals import DepthAttention, DepthState, tensors_before_layer
+from k3train.model.context import ModelContext, PackedStream
+from k3train.model.layer import K3Layer
+from k3train.model.parameters import ParameterSpec, annotate
+from k3train.parallel.pipeline import Chunk, pack, unpack
+
+
+class Embedding(VocabParallelEmbedding):
+    """Token ids [T] -> [T_local, d]; rows are split over tensor-parallel ranks."""
+
+    def __init__(self, ctx: ModelContext) -> None:
+        model = ctx.model
+        super().__init__(
+            model.vocab_size, model.hidden_size, init_method=lambda w: w, config=ctx.megatron, tp_group=ctx.layout.tp
+        )
+        self.ctx = ctx
+        spec = ParameterSpec((model.vocab_size, model.hidden_size), tensor_axis=0, std=model.init_std)
+        annotate(self.weight, spec)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.ctx.layout.scatter_tokens(super().forward(tokens))
+
+
+class K3Model(MegatronModule):
+    """Layers [chunk.first, chunk.last), with the embedding and the head where the chunk has them.
+
+    Layers are keyed by their global index, so names are the same under every layout.
+    """
+
+    def __init__(self, ctx: ModelContext, chunk: Chunk, *, virtual_stage: int | None) -> None:
+        super().__init__(ctx.megatron)
+        model = ctx.model
+        self.ctx, self.chunk, self.vp_stage = ctx, chunk, virtual_stage
+        self.pre_process, self.post_process = chunk.embeds, chunk.heads
+        self.share_embeddings_and_output_weights = False
+        pattern = expand_pattern(model.pattern, model.hybrid)
+        if chunk.embeds:
+            self.embedding = Embedding(ctx)
+        self.layers = nn.ModuleDict({str(i): K3Layer(ctx, i, pattern[i]) for i in range(chunk.first, chunk.last)})
+        if chunk.heads:
+            if model.attention_residuals != "off":
+                self.output_residual = DepthAttention(ctx, "output")
+            self.final_norm = ctx.backend.norm(ctx, model.hidden_size, eps=model.norm_eps)
+            self.lm_head = ctx.backend.column(ctx, model.hidden_size, model.vocab_size)
+        self.input_tensor: torch.Tensor | None = None
+        mode, block = model.attention_residuals, model.residual_block
+        self.tensors_in = tensors_before_layer(mode, chunk.first, block)
+        self.tensors_out = tensors_before_layer(mode, chunk.last, block)
+        self.slots = tensors_before_layer(mode, len(pattern), block)  # padded transport: what the last border would hold
+
+    def set_input_tensor(self, input_tensor: list[torch.Tensor | None] | torch.Tensor | None) -> None:
+        """Called by megatron's schedules with what the stage before sent."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None, stream: PackedStream) -> torch.Tensor:
+        """tokens, labels int64 [T] of this rank's slice -> loss fp32 [T] (labels given), logits [T, V / TP] (none
+        given), or the packed depth state [slots * T_local, 1, d] for the next stage."""
+        if self.pre_process:
+            state = DepthState(partial=self.embedding(tokens))
+        else:
+            assert self.input_tensor is not None
+            sources = unpack(self.input_tensor, self.tensors_in, self.slots)
+            state = DepthState(bank=sources[:-1], partial=sources[-1])
+        state = self.run_layers(state, stream)
+        if not self.post_process:
+            return pack(state.sources(), self.slots)
+        hidden = self.ctx.layout.enter_tensor_parallel(self.final_norm(self.read_out(state)))
+        logits = self.lm_head(hidden)
+        return logits if labels is None else self.token_loss(logits, labels)
+
+    def run_layers(self, state: DepthState, stream: PackedStream) -> DepthState:
+        for layer in self.layers.values():
+            state = layer(state, stream)
+        return state
+
+    def read_out(self, state: DepthState) -> torch.Tensor:
+        if self.ctx.model.attention_residuals == "off":
+            assert state.partial is not None
+            return state.partial
+        return self.output_residual(state)
+
+    def token_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Cross entropy fp32 [T] over the vocabulary that tensor-parallel ranks hold together."""
+        if self.ctx.layout.sizes.tensor == 1:
+            return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+        return vocab_parallel_cross_entropy(logits.float(), labels, tp_group=self.ctx.layout.tp)

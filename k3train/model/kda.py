@@ -1,0 +1,105 @@
+"""Kimi Delta Attention as a layer (report sections 2.1.1 and 2.3; spec section 2).
+
+Projections, short convolutions, the recurrence of `k3kernels.kda`, and the normed, gated output. The first dimension
+of every head-wise parameter is cut over tensor-parallel ranks; the output norm is one vector for all heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from k3kernels.conv import short_convolution
+from k3kernels.kda import kda
+from k3kernels.norm import gated_rms_norm
+from torch import nn
+
+from k3train.model.context import ModelContext, PackedStream
+from k3train.model.parameters import ParameterSpec, new_parameter
+from k3train.parallel import context as context_parallel
+
+
+class KDA(nn.Module):
+    """[T_local, d] -> [T_local, d]; heads are split over tensor-parallel ranks."""
+
+    def __init__(self, ctx: ModelContext, layer: int) -> None:
+        super().__init__()
+        self.ctx, self.layer = ctx, layer
+        model, conf, backend = ctx.model, ctx.model.kda, ctx.backend
+        width, inner = model.hidden_size, conf.heads * conf.head_dim
+        self.heads, self.head_dim = conf.heads // ctx.layout.sizes.tensor, conf.head_dim
+        self.q_proj = backend.column(ctx, width, inner)
+        self.k_proj = backend.column(ctx, width, inner)
+        self.v_proj = backend.column(ctx, width, inner)
+        self.f_a_proj = backend.replicated(ctx, width, conf.head_dim)
+        self.f_b_proj = backend.column(ctx, conf.head_dim, inner)
+        self.b_proj = backend.column(ctx, width, conf.heads)
+        if conf.output_gate == "full":
+            self.g_proj = backend.column(ctx, width, inner)
+        else:
+            self.g_a_proj = backend.replicated(ctx, width, conf.head_dim)
+            self.g_b_proj = backend.column(ctx, conf.head_dim, inner)
+        self.o_proj = backend.row(ctx, inner, width)
+
+        def fp32(*shape: int, init: str, axis: int | None = 0, partial: bool = False) -> nn.Parameter:
+            spec = ParameterSpec(shape, tensor_axis=axis, init=init)
+            return new_parameter(spec, ctx.layout, torch.float32, sum_over_tensor=partial)
+
+        self.q_conv = fp32(inner, conf.conv_size, init="conv")
+        self.k_conv = fp32(inner, conf.conv_size, init="conv")
+        self.v_conv = fp32(inner, conf.conv_size, init="conv")
+        # zero with the bound on (report section 2.1.1); the softplus gate starts there too, at e^0 = 1
+        self.A_log = fp32(conf.heads, init="zeros")
+        self.dt_bias = fp32(conf.heads, conf.head_dim, init="dt_bias")
+        # each rank sees only its own heads, so the shared vector's gradient is partial on every tensor rank
+        self.o_norm = fp32(conf.head_dim, init="ones", axis=None, partial=True)
+
+    def gate_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Raw decay z [T, H * K] of this rank's heads."""
+        return self.f_b_proj(self.ctx.layout.enter_tensor_parallel(self.f_a_proj(x)))
+
+    def output_gate(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
+        if self.ctx.model.kda.output_gate == "full":
+            return self.g_proj(entered)
+        return self.g_b_proj(self.ctx.layout.enter_tensor_parallel(self.g_a_proj(x)))
+
+    def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
+        entered = self.ctx.layout.enter_tensor_parallel(x)
+        q, k, v = self.q_proj(entered), self.k_proj(entered), self.v_proj(entered)
+        z, beta = self.gate_input(x), self.b_proj(entered)
+        if self.ctx.layout.sizes.context > 1:
+            out = context_parallel.kda_attention(self, q, k, v, z, beta, stream)
+        else:
+            conv = [short_convolution(t[None], w, cu_seqlens=stream.cu_seqlens)[0]
+                    for t, w in ((q, self.q_conv), (k, self.k_conv), (v, self.v_conv))]  # fmt: skip
+            out, state = self.recurrence(*conv, z, beta, cu_seqlens=stream.cu_seqlens)
+            if state is not None:
+                self.ctx.record(f"kda_state.{self.layer}", state)
+        if self.ctx.probe is not None:
+            self.ctx.record(f"log_decay.{self.layer}", self.log_decay(z))
+        gate = self.output_gate(x, entered).view(-1, self.heads, self.head_dim)
+        out = gated_rms_norm(out, gate, self.o_norm, eps=self.ctx.model.norm_eps)
+        return self.o_proj(out.reshape(out.shape[0], -1))
+
+    def recurrence(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, *,
+        cu_seqlens: torch.Tensor, initial_state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Convolved q, k, v and raw gates [1|-, T, H * K] -> o [T, H, V] and, when probed, states [N, H, K, V]."""
+        def heads(t: torch.Tensor) -> torch.Tensor:
+            return t.view(1, -1, self.heads, self.head_dim)
+
+        out, state = kda(
+            heads(q), heads(k), heads(v), heads(z), beta.view(1, -1, self.heads), self.A_log, self.dt_bias,
+            bound=self.ctx.model.kda.decay_bound, cu_seqlens=cu_seqlens, initial_state=initial_state,
+            output_final_state=self.ctx.probe is not None,
+        )  # fmt: skip
+        return out[0], state
+
+    @torch.no_grad()
+    def log_decay(self, z: torch.Tensor) -> torch.Tensor:
+        """log alpha [T, H, K] in fp32 (spec 2.2 step 6), for statistics."""
+        x = z.view(-1, self.heads, self.head_dim).float() + self.dt_bias
+        rate = self.A_log.exp()[:, None]
+        bound = self.ctx.model.kda.decay_bound
+        if bound is None:
+            return -rate * torch.nn.functional.softplus(x)
+        return bound * torch.sigmoid(rate * x)

@@ -1,0 +1,152 @@
+"""Stable LatentMoE (report equations 11-13; spec section 5): routed experts at a latent width, shared ones at full.
+
+y = W_up RMSNorm(sum_e p_e E_e(W_down x)) + Shared(x). Tokens travel to their experts at the latent width through
+megatron-core's all-to-all dispatcher. The weight p_e multiplies the activation in front of w2, as megatron applies it.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import nn
+
+from k3train.model import quantile_balancing
+from k3train.model.context import ModelContext, PackedStream
+from k3train.model.mlp import GatedMLP
+from k3train.model.parameters import ParameterSpec, annotate, new_parameter
+from k3train.model.situ import gated_activation
+
+
+class Router(nn.Module):
+    """Sigmoid scores in fp32, selection by score plus bias, weights from the scores alone.
+
+    `bias` fp32 [E] is a buffer without gradient. `counts` int64 [E, bins] and `load` int64 [E] add up over the
+    micro-batches of a step and are neither saved nor moved until `reduce_and_update`.
+    """
+
+    def __init__(self, ctx: ModelContext, layer: int) -> None:
+        super().__init__()
+        self.ctx, self.layer = ctx, layer
+        moe = ctx.model.moe
+        self.weight = new_parameter(
+            ParameterSpec((moe.experts, ctx.model.hidden_size), std=ctx.model.init_std), ctx.layout, ctx.dtype,
+            sum_over_tensor=ctx.layout.sizes.sequence_parallel,
+        )  # fmt: skip
+        bias = torch.empty(moe.experts, dtype=torch.float32)
+        self.register_buffer("bias", annotate(bias, ParameterSpec((moe.experts,), init="zeros")))
+        self.counts: torch.Tensor | None = None
+        self.load: torch.Tensor | None = None
+        self.forced: torch.Tensor | None = None  # int64 [T, k]: selections to use instead (comparisons across dtypes)
+
+    def forward(self, x: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T_local, d] -> weights fp32 [T_local, E] (zero where not selected), selection bool [T_local, E]."""
+        model, moe = self.ctx.model, self.ctx.model.moe
+        scores = torch.sigmoid(nn.functional.linear(x.float(), self.weight.float()))
+        with torch.no_grad():
+            experts, r = quantile_balancing.required_bias(scores.detach(), self.bias, moe.top_k)
+            if self.forced is not None:
+                experts = self.forced
+            # under recomputation the first pass runs without gradients: each token is counted in the pass that has them
+            if self.training and torch.is_grad_enabled():
+                self.count(experts, r, stream)
+        selected = torch.zeros(scores.shape, dtype=torch.bool, device=x.device).scatter_(1, experts, True)
+        weights = torch.where(selected, scores, 0.0)
+        if moe.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * moe.routed_scale
+        if model.balancing == "aux_loss" and self.training:
+            weights = self.with_auxiliary_loss(weights, scores, selected)
+        if self.ctx.probe is not None:
+            self.ctx.record(f"router.{self.layer}.scores", scores)
+            self.ctx.record(f"router.{self.layer}.experts", experts.sort(-1).values)
+            self.ctx.record(f"router.{self.layer}.weights", weights)
+        return weights, selected
+
+    def count(self, experts: torch.Tensor, r: torch.Tensor, stream: PackedStream) -> None:
+        moe = self.ctx.model.moe
+        valid = stream.valid
+        routed = experts if valid is None else experts[valid]
+        ones = torch.ones_like(routed).reshape(-1)
+        load = torch.zeros(moe.experts, dtype=torch.int64, device=r.device).scatter_add_(0, routed.reshape(-1), ones)
+        self.load = load if self.load is None else self.load + load
+        if self.ctx.model.balancing == "quantile":
+            counts = quantile_balancing.histogram(r, self.bias, moe.balancing.bins, valid)
+            self.counts = counts if self.counts is None else self.counts + counts
+
+    def with_auxiliary_loss(self, weights: torch.Tensor, scores: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Switch-style loss E * sum_e f_e P_e of this rank's tokens, summed over tokens like the main loss is."""
+        share = scores / scores.sum(-1, keepdim=True)
+        fraction = selected.float().mean(0) / self.ctx.model.moe.top_k
+        loss = scores.shape[1] * (fraction * share.mean(0)).sum() * scores.shape[0]
+        return MoEAuxLossAutoScaler.apply(weights, loss * self.ctx.model.moe.balancing.aux_coefficient)
+
+
+class Experts(nn.Module):
+    """This rank's experts as three stacked parameters: w1 (gate), w3 (up) [E_local, hidden, latent], w2 (down)."""
+
+    def __init__(self, ctx: ModelContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+        moe = ctx.model.moe
+        latent = moe.latent or ctx.model.hidden_size
+
+        def stacked(out: int, inputs: int) -> nn.Parameter:
+            spec = ParameterSpec((moe.experts, out, inputs), expert=True, std=ctx.model.init_std)
+            return new_parameter(spec, ctx.layout, ctx.dtype)
+
+        self.w1 = stacked(moe.expert_hidden, latent)
+        self.w3 = stacked(moe.expert_hidden, latent)
+        self.w2 = stacked(latent, moe.expert_hidden)
+
+    def forward(self, z: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """z [N, latent] sorted by expert, counts int [E_local], probs fp32 [N] -> [N, latent]."""
+        linear = self.ctx.backend.grouped_linear
+        hidden = gated_activation(self.ctx.model, linear(z, self.w1, counts), linear(z, self.w3, counts))
+        hidden = (hidden.float() * probs[:, None]).to(z.dtype)
+        return linear(hidden, self.w2, counts)
+
+
+class LatentMoE(nn.Module):
+    """[T_local, d] -> [T_local, d]; experts are split over expert-parallel ranks."""
+
+    def __init__(self, ctx: ModelContext, layer: int) -> None:
+        super().__init__()
+        self.ctx, self.layer = ctx, layer
+        moe, width = ctx.model.moe, ctx.model.hidden_size
+        self.router = Router(ctx, layer)
+        if moe.latent is not None:
+            self.latent_down = ctx.backend.replicated(ctx, width, moe.latent)
+            self.latent_up = ctx.backend.replicated(ctx, moe.latent, width)
+            if moe.latent_norm:
+                self.latent_norm = ctx.backend.norm(ctx, moe.latent, eps=ctx.model.norm_eps)
+        self.experts = Experts(ctx)
+        if moe.shared_experts:
+            self.shared_experts = GatedMLP(ctx, moe.shared_experts * moe.expert_hidden)
+        local = moe.experts // ctx.layout.sizes.expert
+        first = ctx.layout.ep.rank() * local
+        self.dispatcher = MoEAlltoAllTokenDispatcher(
+            local, list(range(first, first + local)), config=ctx.megatron, pg_collection=ctx.layout.groups
+        )
+
+    def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
+        moe = self.ctx.model.moe
+        weights, selected = self.router(x, stream)
+        z = x if moe.latent is None else self.latent_down(x)
+        out = self.routed(z, weights, selected)
+        if moe.latent is not None:
+            out = self.latent_up(self.latent_norm(out) if moe.latent_norm else out)
+        if moe.shared_experts:
+            out = out + self.shared_experts(x)
+        return out
+
+    def routed(self, z: torch.Tensor, weights: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Dispatch, experts, combine: [T_local, latent] -> [T_local, latent]."""
+        d = self.dispatcher
+        tokens, probs = d.dispatch_preprocess(z, selected, weights)
+        tokens, probs = d.token_dispatch(tokens, probs)
+        tokens, counts, probs = d.dispatch_postprocess(tokens, probs)
+        out = self.experts(tokens, counts, probs)
+        out = d.combine_preprocess(out)
+        out = d.token_combine(out)
+        return d.combine_postprocess(out).view(z.shape)

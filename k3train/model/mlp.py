@@ -1,0 +1,26 @@
+"""The dense gated MLP: the first layer's, and the shared experts'."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from k3train.model.context import ModelContext
+from k3train.model.situ import gated_activation
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate x, up x)); gate and up are column-parallel, down row-parallel. [T_local, d] -> [T_local, d]."""
+
+    def __init__(self, ctx: ModelContext, hidden: int) -> None:
+        super().__init__()
+        self.ctx = ctx
+        width = ctx.model.hidden_size
+        self.gate_proj = ctx.backend.column(ctx, width, hidden)
+        self.up_proj = ctx.backend.column(ctx, width, hidden)
+        self.down_proj = ctx.backend.row(ctx, hidden, width)
+
+    def forward(self, x: torch.Tensor, *, entered: torch.Tensor | None = None) -> torch.Tensor:
+        """`entered` is x already inside the tensor-parallel region, when the caller has it."""
+        x = self.ctx.layout.enter_tensor_parallel(x) if entered is None else entered
+        return self.down_proj(gated_activation(self.ctx.model, self.gate_proj(x), self.up_proj(x)))

@@ -1,0 +1,21 @@
+"""SiTU-GLU (report equation 12): a gated unit whose two branches saturate, so |output| <= beta * linear_beta."""
+
+from __future__ import annotations
+
+import torch
+
+from k3train.config.schema import ModelConfig
+
+
+def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+    """[beta tanh(gate/beta) sigmoid(gate)] * [linear_beta tanh(up/linear_beta)], in fp32, cast back. Shapes alike."""
+    g, u = gate.float(), up.float()
+    out = (beta * torch.tanh(g / beta) * torch.sigmoid(g)) * (linear_beta * torch.tanh(u / linear_beta))
+    return out.to(gate.dtype)
+
+
+def gated_activation(model: ModelConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The model's gated unit: SiTU-GLU, or SwiGLU for Kimi Linear and the ablation."""
+    if model.activation == "situ":
+        return situ_glu(gate, up, model.situ_beta, model.situ_linear_beta)
+    return torch.nn.functional.silu(gate) * up

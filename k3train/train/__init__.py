@@ -1,0 +1,1 @@
+"""The training run: a short loop, schedules, checkpoints, and features as callbacks."""
