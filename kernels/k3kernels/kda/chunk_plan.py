@@ -1,0 +1,82 @@
+"""How a batch or a packed stream is cut into chunks: one padded list, ordered so that the state scan is short.
+
+Every document is cut from its own start into chunks of C rows, the last one padded. Chunks are ordered by position in
+their document first (all first chunks, then all second ones, ...), documents by falling length. So the state scan takes
+as many steps as the longest document has chunks, and each step works on one contiguous slice of the list.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Index tables of one cut. Rows of a per-head tensor [T, heads, D] are numbered token * heads + head."""
+
+    chunk: int
+    documents: int
+    steps: tuple[tuple[int, int], ...]  # chunk ranges of each scan step
+    order: Tensor  # [N] documents by falling number of chunks; empty ones last
+    order_inverse: Tensor  # [N]
+    live: int  # documents that are not empty
+    gather_value: Tensor  # [chunks * HV * C] row of [T, HV, *] for each row of the chunk list
+    gather_key: Tensor  # the same for [T, H, *]: heads repeated for their group of value heads
+    scatter: Tensor  # [T * HV] row of the chunk list for each row of [T, HV, *]
+    padding: Tensor | None  # [chunks, 1, C, 1] true on rows past the document's end; None when there are none
+
+    @property
+    def chunks(self) -> int:
+        return self.steps[-1][1] if self.steps else 0
+
+
+@lru_cache(maxsize=16)
+def plan_chunks(
+    bounds: tuple[int, ...], chunk: int, key_heads: int, value_heads: int, device: torch.device
+) -> ChunkPlan:
+    """The plan for documents with these boundaries (0 ... T) in one flat stream."""
+    lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+    counts = [-(-length // chunk) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda n: -counts[n])
+    live = sum(count > 0 for count in counts)
+
+    steps: list[tuple[int, int]] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    for position in range(max(counts, default=0)):
+        begin = len(starts)
+        for n in order:
+            if counts[n] <= position:
+                break
+            starts.append(bounds[n] + position * chunk)
+            ends.append(bounds[n + 1])
+        steps.append((begin, len(starts)))
+
+    rows = torch.arange(chunk)
+    token = torch.tensor(starts, dtype=torch.int64).view(-1, 1) + rows  # [chunks, C]
+    end = torch.tensor(ends, dtype=torch.int64).view(-1, 1)
+    padding = token >= end
+    # A padded row repeats the document's own last token, with beta and g set to zero: finite, and no other document's.
+    token = torch.minimum(token, end - 1)
+    value_head = torch.arange(value_heads).view(1, -1, 1)
+    key_head = value_head // (value_heads // key_heads)
+    gather_value = token.unsqueeze(1) * value_heads + value_head  # [chunks, HV, C]
+    gather_key = token.unsqueeze(1) * key_heads + key_head
+    valid = (~padding).unsqueeze(1).expand_as(gather_value)
+    scatter = torch.empty(bounds[-1] * value_heads, dtype=torch.int64)
+    scatter[gather_value[valid]] = torch.arange(gather_value.numel()).view_as(gather_value)[valid]
+    order_ = torch.tensor(order, dtype=torch.int64)
+    return ChunkPlan(
+        chunk=chunk,
+        documents=len(lengths),
+        steps=tuple(steps),
+        order=order_.to(device),
+        order_inverse=torch.argsort(order_).to(device),
+        live=live,
+        gather_value=gather_value.flatten().to(device),
+        gather_key=gather_key.flatten().to(device),
+        scatter=scatter.to(device),
+        padding=padding.view(-1, 1, chunk, 1).to(device) if bool(padding.any()) else None,
+    )

@@ -1,0 +1,110 @@
+"""The public entry of Kimi Delta Attention: checks the arguments, picks a backend."""
+
+from torch import Tensor
+
+from k3kernels.checks import (
+    check_bound,
+    check_choice,
+    check_cu_seqlens,
+    check_heads,
+    check_same_device,
+    check_tensor,
+)
+from k3kernels.kda.chunk_torch import kda_torch
+from k3kernels.kda.naive import kda_naive
+
+BACKENDS = ("auto", "naive", "torch", "triton")
+
+
+def pick_backend(backend: str, q: Tensor) -> str:
+    """auto means Triton on CUDA tensors (except fp64, which it does not compute), chunked torch elsewhere."""
+    check_choice("backend", backend, BACKENDS)
+    if backend != "auto":
+        return backend
+    return "triton" if q.is_cuda and q.element_size() < 8 else "torch"
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Shapes, dtypes and devices of all tensors; raises ValueError or TypeError naming the argument."""
+    check_tensor("q", q, (None,) * 4, "[B, T, H, K]")
+    B, T, H, K = q.shape
+    check_tensor("k", k, (B, T, H, K), "[B, T, H, K]")
+    check_tensor("v", v, (B, T, None, None), "[B, T, HV, V]")
+    HV, V = v.shape[-2:]
+    check_heads(H, HV)
+    check_tensor("z", z, (B, T, HV, K), "[B, T, HV, K]")
+    check_tensor("beta", beta, (B, T, HV), "[B, T, HV]")
+    check_tensor("A_log", A_log, (HV,), "[HV]")
+    check_tensor("dt_bias", dt_bias, (HV, K), "[HV, K]")
+    documents = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T)
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, (documents, HV, K, V), "[N, HV, K, V]")
+    check_same_device("q", q, k=k, v=v, z=z, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    bound: float | None = -5.0,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention with all that the layer fuses around it (Kimi K3 report Eq. 1-6, section 2.1.1).
+
+    Per value head, with q, k divided by sqrt(sum x^2 + 1e-6), b = sigmoid(beta), and the log decay
+    g = bound * sigmoid(exp(A_log) (z + dt_bias)), or -exp(A_log) softplus(z + dt_bias) without a bound:
+
+        S <- diag(e^g) S;   S <- S + k b (v - S^T k)^T;   o = scale S^T q
+
+    Args:
+        q, k: [B, T, H, K]. Any strides, here and below; fp32, bf16, fp16 (fp64 on the naive and torch backends).
+        v: [B, T, HV, V], HV a multiple of H.
+        z: raw gate [B, T, HV, K].
+        beta: logits [B, T, HV].
+        A_log: [HV]; dt_bias: [HV, K]. Values of A_log above 60 act as 60.
+        bound: lower bound of g per step, in [-5.9, 0), or None.
+        scale: of q after its normalisation; None means K^-0.5.
+        initial_state: [N, HV, K, V], fp32; zeros when None.
+        cu_seqlens: int32 or int64 [N+1], documents of a packed stream with B = 1; empty documents are allowed and
+            pass their state through. Values are checked when the tensor lives on the CPU.
+        output_final_state: also return the state after each document.
+        backend: auto (Triton on CUDA, else torch), naive, torch or triton.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state fp32 [N, HV, K, V] or None.
+        Gradients flow to every tensor except cu_seqlens. The state and all sums are fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule; the message names the argument, the rule and the value.
+    """
+    check_arguments(q, k, v, z, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    bound = check_bound(bound)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    backend = pick_backend(backend, q)
+    if backend == "triton":
+        from k3kernels.kda.triton.api import kda_triton as implementation  # imports triton, which CPU users may lack
+    else:
+        implementation = kda_naive if backend == "naive" else kda_torch
+    return implementation(
+        q, k, v, z, beta, A_log, dt_bias, bound=bound, scale=scale, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, output_final_state=output_final_state,
+    )  # fmt: skip
