@@ -1,0 +1,12 @@
+"""Chunked KDA on the GPU in Triton: five kernels, two forward and three backward.
+
+| file | stage | parallel over |
+|---|---|---|
+| `index.py` | chunk table of a packed stream | chunks |
+| `prep.py` | gate, norms, A, (I + L)^-1, decayed q and k | chunks x value heads |
+| `state.py` | state and output | documents x value heads x V slices |
+| `reverse.py` | adjoint state | documents x value heads x V slices |
+| `vside.py` | products over value channels, dv, dbeta | chunks x value heads |
+| `kside.py` | dq, dk, dz and the parameters' partial sums | chunks x value heads x K slices |
+| `api.py` | shapes, buffers, launch parameters, autograd | |
+"""
