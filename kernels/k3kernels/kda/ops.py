@@ -1,5 +1,7 @@
 """The public entry of Kimi Delta Attention: checks the arguments, picks a backend."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from k3kernels.checks import (
@@ -100,6 +102,7 @@ def kda(
     bound = check_bound(bound)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     backend = pick_backend(backend, q)
+    implementation: Callable[..., tuple[Tensor, Tensor | None]]
     if backend == "triton":
         from k3kernels.kda.triton.api import kda_triton as implementation  # imports triton, which CPU users may lack
     else:

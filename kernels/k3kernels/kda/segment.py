@@ -1,0 +1,116 @@
+"""Splitting one packed stream over ranks (context parallelism): what a rank must tell the ranks after it.
+
+The recurrence is linear in the state, so a contiguous piece of the stream acts on the state that enters it as
+
+    S_out = M S_in + S        M [HV, K, K], S [HV, K, V], both fp32
+
+where S is what the piece leaves when nothing enters. A document border inside the piece (or at its end) cuts the
+dependence: then M = 0, and S is what the tokens after the last border leave. So a rank needs no knowledge of borders
+elsewhere, and the fold over preceding ranks has no conditions. For rank r that holds tokens [start, end):
+
+    local = local_cu_seqlens(cu_seqlens, start, end)
+    M, S = kda_segment(k, v, z, beta, A_log, dt_bias, bound=bound, cu_seqlens=local)
+    all_M, all_S = differentiable all_gather of M and S                      # [R, HV, K, K], [R, HV, K, V]
+    entering = fold_segments(all_M[:r], all_S[:r])                           # [HV, K, V]
+    o, _ = kda(q, k, v, z, beta, A_log, dt_bias, bound=bound, cu_seqlens=local,
+               initial_state=first_document_state(entering, len(local) - 1))
+
+Gradients flow through all of it by autograd: into k, v, z, beta, A_log and dt_bias twice (through `kda` and through
+`kda_segment`), and from the ranks behind through the backward of the all_gather, a reduce-scatter with sum. Every rank
+must take part in it, also one whose piece is empty. Pieces need not be equal; a rank with several pieces (zigzag) gives
+one summary per piece, and the fold runs in the order of the stream.
+"""
+
+import torch
+from torch import Tensor
+
+from k3kernels.checks import check_cu_seqlens
+from k3kernels.kda.naive import compute_dtype
+from k3kernels.kda.ops import kda, pick_backend
+
+
+def local_cu_seqlens(cu_seqlens: Tensor, start: int, end: int) -> Tensor:
+    """Boundaries of the document pieces inside tokens [start, end) of a packed stream, counted from `start`.
+
+    The first piece is the one that continues the document before it, if any does. A border exactly at `start` belongs
+    to the piece before (whose summary then is zero, so that nothing enters here). A border exactly at `end` gives a
+    last, empty piece, by which `kda_segment` knows that nothing leaves.
+
+    cu_seqlens: integer [N+1], the whole stream's, on the CPU. Returns int32 [pieces + 1].
+    """
+    bounds = cu_seqlens.tolist()
+    if not 0 <= start <= end <= bounds[-1]:
+        raise ValueError(f"start, end: expected 0 <= start <= end <= {bounds[-1]}, got {start}, {end}")
+    inside = [b - start for b in bounds[1:] if start < b <= end]
+    return torch.tensor([0, *inside, end - start], dtype=torch.int32)
+
+
+def kda_segment(
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    bound: float | None = -5.0,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """How the state at the end of a stream depends on the state at its start: S_out = M S_in + S.
+
+    Args: as in `k3kernels.kda.kda`, with B = 1. cu_seqlens: pieces of the local stream (see `local_cu_seqlens`); its
+        values are read on the host, so keep it on the CPU. None means one piece.
+
+    Returns:
+        M [HV, K, K] and S [HV, K, V], fp32 (fp64 for fp64 inputs), differentiable. M = 0 when a border cuts the stream;
+        M = I and S = 0 for an empty stream without a border.
+
+    Raises:
+        ValueError, TypeError: as in `kda`.
+    """
+    if k.dim() != 4 or k.shape[0] != 1:
+        raise ValueError(f"k: a segment is one stream [1, T, H, K], got {list(k.shape)}")
+    T, K = k.shape[1], k.shape[3]
+    HV, V = v.shape[-2:]
+    pieces = 1 if cu_seqlens is None else check_cu_seqlens(cu_seqlens, 1, T)
+    start = 0 if cu_seqlens is None else int(cu_seqlens[-2])
+    k, v, z, beta = (x[:, start:] for x in (k, v, z, beta))
+    dtype = compute_dtype(k, v, z, beta, A_log, dt_bias)
+    # The state pass run on [v | 0] from [0 | I] ends in [S | M].
+    columns = V if pieces > 1 else V + K
+    padding = 0
+    if pick_backend(backend, k) == "triton":
+        padding = max(16, 1 << (columns - 1).bit_length()) - columns  # its value heads are powers of two
+    wide = torch.nn.functional.pad(v, (0, columns - V + padding))
+    entering = torch.zeros(1, HV, K, columns + padding, dtype=dtype, device=k.device)
+    if pieces == 1:
+        entering[..., V : V + K] = torch.eye(K, dtype=dtype, device=k.device)
+    _, end = kda(
+        k.detach(), k, wide, z, beta, A_log, dt_bias, bound=bound, initial_state=entering, output_final_state=True,
+        backend=backend,
+    )  # fmt: skip
+    assert end is not None
+    M = end[0, ..., V : V + K] if pieces == 1 else end.new_zeros(HV, K, K)
+    return M, end[0, ..., :V]
+
+
+def fold_segments(M: Tensor, S: Tensor) -> Tensor:
+    """The state that leaves a row of pieces when nothing enters: S <- M_j S + S_j in the order of the stream.
+
+    M [R, HV, K, K], S [R, HV, K, V]; R = 0 gives zeros. Returns [HV, K, V] in their dtype; keep it fp32, since the
+    product over many pieces loses accuracy in anything less.
+    """
+    if M.shape[:-1] != S.shape[:-1] or M.shape[-1] != M.shape[-2]:
+        raise ValueError(f"M, S: expected [R, HV, K, K] and [R, HV, K, V], got {list(M.shape)} and {list(S.shape)}")
+    state = S.new_zeros(S.shape[1:])
+    for j in range(M.shape[0]):
+        state = M[j] @ state + S[j]
+    return state
+
+
+def first_document_state(entering: Tensor, documents: int) -> Tensor:
+    """Initial states [documents, HV, K, V]: the entering state [HV, K, V] for the first piece, zero for the others."""
+    if documents < 1:
+        raise ValueError(f"documents: expected at least 1, got {documents}")
+    return torch.cat([entering.unsqueeze(0), entering.new_zeros(documents - 1, *entering.shape)])

@@ -1,0 +1,117 @@
+"""A stream cut into pieces, with states handed on by the fold, equals the stream in one shot: outputs and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from k3kernels.kda import first_document_state, fold_segments, kda, kda_segment, local_cu_seqlens
+from tests.kernels.helpers import assert_close, kda_inputs
+
+TOKENS = 60
+NAMES = ["o", "dq", "dk", "dv", "dz", "dbeta", "dA_log", "ddt_bias"]
+
+
+def in_pieces(leaves: dict[str, Tensor], cu_seqlens: Tensor, cuts: list[int], **options: object) -> Tensor:
+    """What the ranks of a context-parallel group compute together: cuts are 0 ... T."""
+    spans = list(zip(cuts, cuts[1:]))
+    locals_ = [local_cu_seqlens(cu_seqlens, *span) for span in spans]
+    pieces = [{n: leaves[n][:, a:b] for n in ("q", "k", "v", "z", "beta")} for a, b in spans]
+    shared = {n: leaves[n] for n in ("A_log", "dt_bias")}
+    summaries = [
+        kda_segment(**{n: x for n, x in piece.items() if n != "q"}, **shared, cu_seqlens=local, **options)
+        for piece, local in zip(pieces, locals_)
+    ]
+    all_M, all_S = (torch.stack(x) for x in zip(*summaries))
+    outputs = []
+    for r, (piece, local) in enumerate(zip(pieces, locals_)):
+        entering = fold_segments(all_M[:r], all_S[:r])
+        state = first_document_state(entering, len(local) - 1)
+        outputs.append(kda(**piece, **shared, cu_seqlens=local, initial_state=state, **options)[0])
+    return torch.cat(outputs, 1)
+
+
+def results(inputs: dict[str, Tensor], dtype: torch.dtype, run: object) -> list[Tensor]:
+    leaves = {n: x.to(dtype).requires_grad_() for n, x in inputs.items() if n != "initial_state"}
+    o = run(leaves)  # type: ignore[operator]
+    weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+    return [o, *torch.autograd.grad((o * weight).sum(), list(leaves.values()))]
+
+
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded", "softplus"])
+@pytest.mark.parametrize(
+    "cu_seqlens",
+    [[0, 60], [0, 20, 60], [0, 30, 60], [0, 7, 8, 45, 60], [0, 15, 30, 45, 60], [0, 0, 30, 30, 60, 60], [*range(61)]],
+    ids=["one document", "two", "border at a cut", "one token", "every cut a border", "empty ones", "all of one token"],
+)
+@pytest.mark.parametrize(
+    "cuts",
+    [[0, 60], [0, 30, 60], [0, 15, 30, 60], [0, 15, 30, 45, 60], [0, 1, 59, 60], [0, 0, 30, 30, 60], [0, 60, 60]],
+    ids=["uncut", "halves", "thirds", "quarters", "single tokens", "empty pieces", "empty last piece"],
+)
+def test_pieces_equal_one_shot(cuts: list[int], cu_seqlens: list[int], bound: float | None) -> None:
+    boundaries = torch.tensor(cu_seqlens, dtype=torch.int32)
+    inputs = kda_inputs(T=TOKENS, H=1, HV=2, K=16, V=8)
+    inputs["dt_bias"] = inputs["dt_bias"] - 4.0  # slow decay, so that the far past matters
+    expected = results(
+        inputs, torch.float64, lambda x: kda(**x, cu_seqlens=boundaries, bound=bound, backend="naive")[0]
+    )
+    for dtype, tol in ((torch.float64, 1e-10), (torch.float32, 2e-5)):
+        actual = results(inputs, dtype, lambda x: in_pieces(x, boundaries, cuts, bound=bound, backend="torch"))
+        assert_close(actual, expected, NAMES, tol)
+
+
+def test_the_far_past_matters_in_these_cases() -> None:
+    inputs = {n: x for n, x in kda_inputs(T=TOKENS, H=1, HV=2, K=16, V=8).items() if n != "initial_state"}
+    inputs["dt_bias"] = inputs["dt_bias"] - 4.0
+    one, _ = kda(**inputs)
+    alone, _ = kda(**{n: (x[:, 45:] if n in ("q", "k", "v", "z", "beta") else x) for n, x in inputs.items()})
+    assert (one[:, 45:] - alone).norm() > 0.1 * one[:, 45:].norm()
+
+
+def test_the_naive_backend_gives_the_same_summary() -> None:
+    inputs = {n: x for n, x in kda_inputs(T=33, K=16, V=24).items() if n not in ("q", "initial_state")}
+    assert_close(kda_segment(**inputs, backend="torch"), kda_segment(**inputs, backend="naive"), ["M", "S"], 1e-12)
+
+
+def test_summary_of_borders_and_empty_streams() -> None:
+    inputs = {n: x for n, x in kda_inputs(T=20).items() if n not in ("q", "initial_state")}
+    M, S = kda_segment(**inputs, cu_seqlens=torch.tensor([0, 12, 20]))
+    assert not M.any()
+    assert S.any()
+    M, S = kda_segment(**inputs, cu_seqlens=torch.tensor([0, 20, 20]))
+    assert not M.any()
+    assert not S.any()
+    empty = {n: (x[:, :0] if n in ("k", "v", "z", "beta") else x) for n, x in inputs.items()}
+    M, S = kda_segment(**empty)
+    assert torch.equal(M, torch.eye(16, dtype=M.dtype).expand_as(M))
+    assert not S.any()
+
+
+def test_local_boundaries() -> None:
+    whole = torch.tensor([0, 5, 5, 9, 20], dtype=torch.int32)
+    spans = {(0, 5): [0, 5, 5, 5], (5, 9): [0, 4, 4], (5, 8): [0, 3], (4, 10): [0, 1, 1, 5, 6], (9, 20): [0, 11, 11]}
+    for (start, end), expected in spans.items():
+        assert local_cu_seqlens(whole, start, end).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: local_cu_seqlens(torch.tensor([0, 9]), 4, 12),
+            r"start, end: expected 0 <= start <= end <= 9, got 4, 12",
+        ),
+        (lambda: fold_segments(torch.zeros(2, 1, 4, 3), torch.zeros(2, 1, 4, 3)), r"M, S: expected \[R, HV, K, K\]"),
+        (lambda: first_document_state(torch.zeros(1, 4, 4), 0), r"documents: expected at least 1, got 0"),
+    ],
+    ids=["span outside the stream", "M not square", "no documents"],
+)
+def test_bad_argument_is_refused(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_a_batch_is_refused() -> None:
+    inputs = {n: x for n, x in kda_inputs(B=2, T=8).items() if n not in ("q", "initial_state")}
+    with pytest.raises(ValueError, match=r"k: a segment is one stream \[1, T, H, K\], got \[2, 8, 2, 16\]"):
+        kda_segment(**inputs)
