@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,11 @@ class StepResult:
 class Engine(Protocol):
     """Build, step, evaluate, save, poll_save, load, full_parameters, agree."""
 
-    def step(self, batches: Iterator[Batch], lr: float) -> StepResult: ...
+    def step(self, batches: Iterator[Batch], lr: float, micro_batches: int) -> StepResult: ...
+
+    def micro_batches(self, samples: int) -> int: ...
+
+    def set_probe(self, probe: Callable[[str, torch.Tensor], None] | None) -> None: ...
 
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> tuple[float, int]: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,13 @@ class MegatronEngine:
             dist.all_reduce(sums, group=self.layout.pp)
         return float(sums[0]), int(sums[1])
 
-    def step(self, batches: Iterator[Batch], lr: float) -> StepResult:
+    def step(self, batches: Iterator[Batch], lr: float, micro_batches: int) -> StepResult:
         """One optimizer step over `micro_batches` of this rank; biases of the routers move once, after the last."""
         for model in self.ddp:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss_sum, tokens = self._run_schedule(batches, self.micro_batches, forward_only=False)
+        loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=False)
         result = StepResult(loss_sum / max(tokens, 1), tokens)
         if not torch.isfinite(torch.tensor(result.loss)):
             result.skipped = True
@@ -169,10 +169,13 @@ class MegatronEngine:
         result.load, result.bias_range = self._gather_loads(loads)
         return result
 
-    @property
-    def micro_batches(self) -> int:
-        train = self.config.train
-        return train.global_batch // (train.micro_batch * self.layout.sizes.data)
+    def micro_batches(self, samples: int) -> int:
+        """Micro-batches of this rank in a global batch of `samples` sequences."""
+        return samples // (self.config.train.micro_batch * self.layout.sizes.data)
+
+    def set_probe(self, probe: Callable[[str, torch.Tensor], None] | None) -> None:
+        """Hand named intermediate tensors of the next forwards to `probe`; None stops."""
+        self.ctx.probe = probe
 
     def _gather_loads(self, loads: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, tuple[float, float] | None]:
         """Load of every MoE layer of the model on every rank: [MoE layers, E], and the range of all biases."""
