@@ -124,17 +124,21 @@ class MegatronEngine:
         size = self.layout.sizes.context
         return self.layout.cp.rank() * (total // size), total // size
 
+    @property
+    def schedule_length(self) -> int:
+        """What megatron's schedules take for the sequence length: it only sizes what crosses a stage border."""
+        train = self.config.train
+        return train.seq_length * train.micro_batch * self.models[0].slots
+
     def _run_schedule(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
         """Loss sum over counted tokens and their number, over all ranks."""
-        train = self.config.train
-        sources = [list_iterator for list_iterator in _fan_out(batches, micro_batches, len(self.ddp))]
-        length = train.seq_length * train.micro_batch * self.models[0].slots
+        sources = _fan_out(batches, micro_batches, len(self.ddp))
         outputs = get_forward_backward_func()(
             forward_step_func=self._forward,
             data_iterator=sources if len(self.ddp) > 1 else sources[0],
             model=self.ddp if len(self.ddp) > 1 else self.ddp[0],
             num_microbatches=micro_batches,
-            seq_length=length,
+            seq_length=self.schedule_length,
             micro_batch_size=1,
             forward_only=forward_only,
         )
