@@ -305,7 +305,6 @@ def test_the_interpreted_gpu_kernel_gives_the_bytes_of_the_torch_path():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("scales", ["even", "mse"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("spread", [0.0, 6.0, 40.0], ids=["one magnitude", "many magnitudes", "extreme magnitudes"])

@@ -79,7 +79,8 @@ def test_kimi_linear_48b_adds_up_to_the_published_count():
 
 SMALL_LINEAR = [
     "model=kimi_linear_48b", "model.vocab_size=96", "model.hidden_size=64", "model.pattern=KKF K",
-    "model.dense_hidden=96", "model.kda.heads=2", "model.kda.head_dim=16", "model.mla.heads=2", "model.mla.kv_lora_rank=16",
+    "model.dense_hidden=96", "model.kda.heads=2", "model.kda.head_dim=16", "model.mla.heads=2",
+    "model.mla.kv_lora_rank=16",
     "model.mla.nope_dim=16", "model.mla.shared_dim=8", "model.mla.v_dim=16", "model.moe.experts=4", "model.moe.top_k=2",
     "model.moe.expert_hidden=32",
 ]  # fmt: skip
