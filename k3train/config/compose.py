@@ -108,13 +108,35 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def dump(config: Config) -> str:
+    """The config as YAML text."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, width=1000)
+
+
+def parse(text: str, source: str) -> Config:
+    """Read what `dump` wrote. Keys added to the schema since take their defaults; unknown ones are refused.
+
+    source: what to call the text in errors. Raises ConfigError.
+    """
+    try:
+        loaded = OmegaConf.create(text)
+    except Exception as error:
+        raise ConfigError(f"{source} is not readable as YAML: {error}") from error
+    if not isinstance(loaded, DictConfig) or not loaded:
+        raise ConfigError(f"{source} holds no configuration")
+    try:
+        return _typed(loaded)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
 def save_resolved(config: Config, path: Path | str) -> None:
     """Write the config as YAML, atomically: beside, fsynced, renamed."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        yaml.safe_dump(to_dict(config), file, sort_keys=False, width=1000)
+        file.write(dump(config))
         file.flush()
         os.fsync(file.fileno())
     Path(name).chmod(0o644)
@@ -122,20 +144,11 @@ def save_resolved(config: Config, path: Path | str) -> None:
 
 
 def load_resolved(path: Path | str) -> Config:
-    """Read what save_resolved wrote. Keys added to the schema since take their defaults; unknown ones are refused."""
+    """Read a file of save_resolved, as `parse` does. Raises ConfigError."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"{file} is not there; a run folder holds its configuration as config.yaml")
-    try:
-        loaded = OmegaConf.load(file)
-    except Exception as error:
-        raise ConfigError(f"{file} is not readable as YAML: {error}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{file} holds no configuration")
-    try:
-        return _typed(loaded)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    return parse(file.read_text(encoding="utf-8"), str(file))
 
 
 def diff(saved: Config, asked: Config, section: str = "") -> dict[str, tuple[Any, Any]]:

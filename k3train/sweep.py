@@ -1,0 +1,50 @@
+"""Names of the jobs of a sweep: the run's name and the job's overrides, sorted."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+from k3train.config.overrides import parse
+from k3train.errors import ConfigError
+
+SUFFIX_LIMIT = 80  # characters; a longer suffix is cut and ends in a hash of the whole
+
+
+def suffix(overrides: list[str]) -> str:
+    """The sorted overrides of a job as a part of a folder name; "" where nothing is left to tell.
+
+    run.* and hydra overrides are left out: they say where a run goes, not what it is.
+    """
+    kept = sorted(o.lstrip("+") for o in overrides if not o.lstrip("+").startswith(("run.", "hydra.", "hydra/")))
+    text = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", ",".join(kept))
+    if len(text) <= SUFFIX_LIMIT:
+        return text
+    digest = hashlib.sha256(",".join(kept).encode()).hexdigest()[:12]
+    return f"{text[: SUFFIX_LIMIT - 13]}-{digest}"
+
+
+def job_name(base: str, overrides: list[str]) -> str:
+    """`base` and the suffix, joined by a dash."""
+    tail = suffix(overrides)
+    return f"{base}-{tail}" if tail else base
+
+
+def jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep, as Hydra's basic sweeper makes them."""
+    return [job for batch in BasicSweeper.split_arguments(parse(overrides), None) for job in batch]
+
+
+def refuse_equal_names(overrides: list[str]) -> None:
+    """Raise ConfigError where two jobs of a sweep would share a run folder."""
+    seen: dict[str, list[str]] = {}
+    for job in jobs(overrides):
+        base = next((o.partition("=")[2] for o in reversed(job) if o.lstrip("+").startswith("run.name=")), "")
+        name = job_name(base, job)
+        if name in seen:
+            raise ConfigError(
+                f"two jobs of this sweep would be called {name!r} ({' '.join(job)}); give each value once"
+            )
+        seen[name] = job
