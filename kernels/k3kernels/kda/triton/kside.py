@@ -18,49 +18,111 @@ from .common import anchored, block_start, chunk_rows, decay_rate, gate_gradient
 
 
 @triton.jit
-def _pairs(q, bk, k, up, down, a, l, dq, u, dGq, dk, DT: tl.constexpr, IP: tl.constexpr):
-    """Adds the products of one causal block: a, l [32 queries, 32 keys]; up, down the decay factors of queries and keys.
-    Returns the sums and the key side's share of dG, to be subtracted where the keys live."""
+def _pairs(q, k, beta, kh, up, a, l, dq, dk, dG, DT: tl.constexpr, IP: tl.constexpr):
+    """Products of one causal block.  a, l [32 queries, 32 keys]; up [BD, queries] the queries' decay factors; kh the keys
+    with theirs.  Adds the query side to dq, dk, dG; returns also the key side's sum, still without its decay factor."""
     qh = (q * up).to(DT)
-    bh = (bk * up).to(DT)
-    kh = (k * down).to(DT)
+    bh = (k * beta * up).to(DT)
     t = tl.dot(kh, tl.trans(a), input_precision=IP)
     dq += t * up
-    dGq += t * qh.to(tl.float32)
+    dG += t * qh.to(tl.float32)
     t = tl.dot(kh, tl.trans(l), input_precision=IP)
-    u += t * up
-    dGq += t * bh.to(tl.float32)
-    t = tl.dot(bh, l, tl.dot(qh, a, input_precision=IP), input_precision=IP)
-    return dq, u, dGq, dk + t * down, t * kh.to(tl.float32)
+    dk += t * up * beta
+    dG += t * bh.to(tl.float32)
+    return dq, dk, dG, tl.dot(bh, l, tl.dot(qh, a, input_precision=IP), input_precision=IP)
 
 
 @triton.jit
-def _half(q, bk, k, hi, lo, a, l, dq, u, dk, dG, I, J, BS: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
-    """All pairs inside one half: the middle-anchored blocks, then the dyadic levels between blocks.  Of a, l, I runs over
-    queries and J over keys; of the token maps, I over the summed token and J over the result."""
-    D = map_cols(hi, lo, anchored(J, I, BS), IP)
-    if BS == 32:
-        dq, u, dG, dk, x = _pairs(q, bk, k, tl.exp2(D), tl.exp2(-D), a, l, dq, u, dG, dk, DT, IP)
-        dG -= x
-    else:
-        same = block_start(I, BS) == block_start(J, BS)
-        dq, u, dG, dk, x = _pairs(q, bk, k, tl.exp2(D), tl.exp2(-D), tl.where(same, a, 0.0).to(DT),
-                                  tl.where(same, l, 0.0).to(DT), dq, u, dG, dk, DT, IP)
-        dG -= x
-        dq, u, dk, dG = _level(q, bk, k, hi, lo, a, l, dq, u, dk, dG, I, J, 16, DT, IP)
-        if BS == 8:
-            dq, u, dk, dG = _level(q, bk, k, hi, lo, a, l, dq, u, dk, dG, I, J, 8, DT, IP)
-    return dq, u, dk, dG
+def _block(q, k, beta, up, down, a, l, dq, dk, dG, DT: tl.constexpr, IP: tl.constexpr):
+    """A block whose queries and keys are the same 32 tokens: both sides of every pair."""
+    kh = (k * down).to(DT)
+    dq, dk, dG, t = _pairs(q, k, beta, kh, up, a, l, dq, dk, dG, DT, IP)
+    return dq, dk + t * down, dG - t * kh.to(tl.float32)
 
 
 @triton.jit
-def _level(q, bk, k, hi, lo, a, l, dq, u, dk, dG, I, J, W: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
-    """Pairs whose query lies in the second and key in the first W tokens of a block of 2W."""
+def _level(q, k, beta, hi, lo, a, l, dq, dk, dG, I, J, W: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
+    """Pairs whose query lies in the second and key in the first W tokens of a block of 2W.  Of a, l, I runs over queries
+    and J over keys; of a token map, I over the summed token and J over the result."""
     x = tl.exp2(-tl.abs(map_cols(hi, lo, anchored(J, I, 2 * W), IP)))
     pair = (block_start(I, 2 * W) == block_start(J, 2 * W)) & (I % (2 * W) >= W) & (J % (2 * W) < W)
-    dq, u, dG, dk, y = _pairs(q, bk, k, x, x, tl.where(pair, a, 0.0).to(DT), tl.where(pair, l, 0.0).to(DT),
-                              dq, u, dG, dk, DT, IP)
-    return dq, u, dk, dG - y
+    return _block(q, k, beta, x, x, tl.where(pair, a, 0.0).to(DT), tl.where(pair, l, 0.0).to(DT), dq, dk, dG, DT, IP)
+
+
+@triton.jit
+def _decay(z_ptr, zo, bias, live, rate, bound, I, J, BS: tl.constexpr, BOUNDED: tl.constexpr, HT: tl.constexpr, IP: tl.constexpr):
+    """Of one half: block factors (up, down), factors from the half's start and to its end, log2 decay of the half, and the
+    log2 decays in two terms."""
+    x = tl.load(z_ptr + zo, mask=live, other=0.0).to(tl.float32) + bias
+    g = tl.where(live, log2_decay(x, rate, bound, BOUNDED), 0.0)
+    end = tl.sum(g, axis=1)[:, None]
+    hi, lo = split(g, HT)
+    D = map_cols(hi, lo, anchored(J, I, BS), IP)
+    up = tl.exp2(D)
+    down = tl.exp2(-D)
+    if BS == 32:
+        mid = tl.sum(tl.where(J < 16, g, 0.0), axis=1)[:, None]
+        first = up * tl.exp2(mid)
+        last = down * tl.exp2(end - mid)
+    else:
+        G = map_cols(hi, lo, tl.where(I <= J, 1.0, 0.0), IP)
+        first = tl.exp2(G)
+        last = tl.exp2(end - G)
+    return up, down, first, last, end, hi, lo
+
+
+@triton.jit
+def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo, a, l, ax, lx, kx, tx,
+          before, after, carry, bias, live, rate, bound, scale, I, J, K: tl.constexpr, SECOND: tl.constexpr,
+          BS: tl.constexpr, BOUNDED: tl.constexpr, DT: tl.constexpr, HT: tl.constexpr, IP: tl.constexpr):
+    """One half of the chunk: stores its dq, dk, dz.
+
+    a, l: the half's own block.  ax, lx: the block of second-half queries and first-half keys; kx [BD, 32] the first half's
+    decayed keys (read by the second half), tx the key side of that block (read by the first half).
+    before, after: log2 decay of the chunk before and after this half.  carry [BD, 1]: what dg of every token here receives
+    from outside the half.  Values that are needed at both ends of the pass are loaded again: registers are what is short.
+    """
+    up, down, first, last, end, ghi, glo = _decay(z_ptr, zo, bias, live, rate, bound, I, J, BS, BOUNDED, HT, IP)
+    q = tl.load(q_ptr + qo, mask=live, other=0.0).to(tl.float32) * tl.load(rp + 64 + J)
+    k = tl.load(k_ptr + ko, mask=live, other=0.0).to(tl.float32) * tl.load(rp + 128 + J)
+    beta = tl.load(rp + J)
+    pre = tl.exp2(before)
+    dk = tl.load(pp + 128 * K).to(tl.float32) * last * tl.exp2(after)
+    kd = k * dk
+    sum_kd = tl.sum(kd, axis=1)[:, None]
+    hi, lo = split(kd, DT)
+    dg = map_cols(hi, lo, tl.where(I < J, 1.0, 0.0), IP) + carry          # keys before i: a prefix sum, no cancellation
+    t = tl.load(pp + 64 * K).to(tl.float32) * first * -pre * beta
+    dk += t
+    dG = k * t
+    dq = tl.load(pp).to(tl.float32) * first * (pre * scale)
+    dG += q * dq
+    if SECOND:
+        dq, dk, dG, tx = _pairs(q, k, beta, kx, first, ax, lx, dq, dk, dG, DT, IP)
+    else:
+        dk += tx * last
+        dG -= tx * (k * last).to(DT).to(tl.float32)
+    if BS == 32:
+        dq, dk, dG = _block(q, k, beta, up, down, a, l, dq, dk, dG, DT, IP)
+    else:
+        same = block_start(I, BS) == block_start(J, BS)
+        dq, dk, dG = _block(q, k, beta, up, down, tl.where(same, a, 0.0).to(DT), tl.where(same, l, 0.0).to(DT),
+                            dq, dk, dG, DT, IP)
+        dq, dk, dG = _level(q, k, beta, ghi, glo, a, l, dq, dk, dG, I, J, 16, DT, IP)
+        if BS == 8:
+            dq, dk, dG = _level(q, k, beta, ghi, glo, a, l, dq, dk, dG, I, J, 8, DT, IP)
+    a_d = tl.load(rp + 320 + J)
+    gq = (dq + a_d * k - q * tl.load(rp + 192 + J)) * tl.load(rp + 64 + J)
+    gk = (dk + a_d * q - k * tl.load(rp + 256 + J)) * tl.load(rp + 128 + J)
+    tl.store(dq_ptr + oo, gq.to(dq_ptr.dtype.element_ty), mask=live)
+    tl.store(dk_ptr + oo, gk.to(dk_ptr.dtype.element_ty), mask=live)
+    hi, lo = split(dG, DT)
+    dg += map_cols(hi, lo, tl.where(I >= J, 1.0, 0.0), IP)
+    x = tl.load(z_ptr + zo, mask=live, other=0.0).to(tl.float32) + bias
+    dz, dA = gate_gradient(dg, x, rate, bound, BOUNDED)
+    dz = tl.where(live, dz, 0.0)
+    tl.store(dz_ptr + oo, dz.to(dz_ptr.dtype.element_ty), mask=live)
+    return tx, sum_kd, tl.sum(dG, axis=1)[:, None], tl.sum(dz, axis=1), tl.sum(tl.where(live, dA, 0.0), axis=1)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
@@ -82,103 +144,53 @@ def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_p
         tl.store(pb_ptr + tile * K + d, tl.zeros((BD,), tl.float32))
         tl.store(pA_ptr + tile * NK + ik, 0.0)
         return
-    h = hv // GROUP
     b64 = tl.cast(b, tl.int64)
     r64 = tl.cast(row0, tl.int64)
-    q_ptr += b64 * q_sb + r64 * q_st + tl.cast(h, tl.int64) * q_sh
-    k_ptr += b64 * k_sb + r64 * k_st + tl.cast(h, tl.int64) * k_sh
+    h64 = tl.cast(hv // GROUP, tl.int64)
+    q_ptr += b64 * q_sb + r64 * q_st + h64 * q_sh
+    k_ptr += b64 * k_sb + r64 * k_st + h64 * k_sh
     z_ptr += b64 * z_sb + r64 * z_st + tl.cast(hv, tl.int64) * z_sh
     out = ((b64 * T + r64) * HV + hv) * K
+    dq_ptr += out
+    dk_ptr += out
+    dz_ptr += out
     t0 = tl.arange(0, 32)
-    t1 = 32 + t0
-    live0 = (t0 < n)[None, :]
-    live1 = (t1 < n)[None, :]
-    c0 = t0.to(tl.int64)[None, :]
-    c1 = c0 + 32
     I = t0[:, None]
     J = t0[None, :]
+    live0 = J < n
+    live1 = 32 + J < n
+    j64 = J.to(tl.int64)
+    qo = j64 * q_st + dn
+    ko = j64 * k_st + dn
+    zo = j64 * z_st + dn
+    oo = j64 * (HV * K) + dn
     rate = decay_rate(tl.load(A_log_ptr + hv).to(tl.float32))
-    bias = tl.load(bias_ptr + hv * K + d).to(tl.float32)[:, None]
-    w = tl.load(w_ptr + tile * K + d)
+    bias = tl.load(bias_ptr + hv * K + dn).to(tl.float32)
+    w = tl.load(w_ptr + tile * K + dn)
     rp = row_ptr + tile * 512
-
-    # gates of both halves
-    x0 = tl.load(z_ptr + c0 * z_st + dn, mask=live0, other=0.0).to(tl.float32) + bias
-    x1 = tl.load(z_ptr + c1 * z_st + dn, mask=live1, other=0.0).to(tl.float32) + bias
-    g0 = tl.where(live0, log2_decay(x0, rate, bound, BOUNDED), 0.0)
-    g1 = tl.where(live1, log2_decay(x1, rate, bound, BOUNDED), 0.0)
-    end0 = tl.sum(g0, axis=1)[:, None]
-    end1 = tl.sum(g1, axis=1)[:, None]
-    hi0, lo0 = split(g0, HT)
-    hi1, lo1 = split(g1, HT)
-    tri = tl.where(I <= J, 1.0, 0.0)
-
-    # state terms: P holds S dO^T, S Y^T, dS V'^T
     pp = P_ptr + tile * (192 * K) + dn * 64 + J
-    beta0 = tl.load(rp + t0)[None, :]
-    beta1 = tl.load(rp + t1)[None, :]
-    q0 = tl.load(q_ptr + c0 * q_st + dn, mask=live0, other=0.0).to(tl.float32) * tl.load(rp + 64 + t0)[None, :]
-    k0 = tl.load(k_ptr + c0 * k_st + dn, mask=live0, other=0.0).to(tl.float32) * tl.load(rp + 128 + t0)[None, :]
-    G = map_cols(hi0, lo0, tri, IP)
-    up = tl.exp2(G)
-    down0 = tl.exp2(end0 - G)
-    bk0 = k0 * beta0
-    dq0 = tl.load(pp).to(tl.float32) * (up * scale)
-    u0 = tl.load(pp + 64 * K).to(tl.float32) * -up
-    dk0 = tl.load(pp + 128 * K).to(tl.float32) * (down0 * tl.exp2(end1))
-    kd0 = k0 * dk0
-    dG0 = q0 * dq0 + bk0 * u0
-
-    q1 = tl.load(q_ptr + c1 * q_st + dn, mask=live1, other=0.0).to(tl.float32) * tl.load(rp + 64 + t1)[None, :]
-    k1 = tl.load(k_ptr + c1 * k_st + dn, mask=live1, other=0.0).to(tl.float32) * tl.load(rp + 128 + t1)[None, :]
-    G = map_cols(hi1, lo1, tri, IP)
-    up1 = tl.exp2(G)
-    up = up1 * tl.exp2(end0)
-    bk1 = k1 * beta1
-    dq1 = tl.load(pp + 32).to(tl.float32) * (up * scale)
-    u1 = tl.load(pp + 64 * K + 32).to(tl.float32) * -up
-    dk1 = tl.load(pp + 128 * K + 32).to(tl.float32) * tl.exp2(end1 - G)
-    kd1 = k1 * dk1
-    dG1 = q1 * dq1 + bk1 * u1
-
-    # pairs of the second half with the first, then inside each half
     mo = tile * 3072 + I * 32 + J
-    dq1, u1, dG1, dk0, y = _pairs(q1, bk1, k0, up1, down0, tl.load(dA_ptr + mo + 2048), tl.load(dL_ptr + mo + 2048),
-                                  dq1, u1, dG1, dk0, DT, IP)
-    dG0 -= y
-    dq1, u1, dk1, dG1 = _half(q1, bk1, k1, hi1, lo1, tl.load(dA_ptr + mo + 1024), tl.load(dL_ptr + mo + 1024),
-                              dq1, u1, dk1, dG1, I, J, BS, DT, IP)
-    a_d = tl.load(rp + 320 + t1)[None, :]
-    dk1 += u1 * beta1 + a_d * q1
-    dq1 += a_d * k1
-    do = out + c1 * (HV * K) + dn
-    tl.store(dq_ptr + do, ((dq1 - q1 * tl.load(rp + 192 + t1)[None, :]) * tl.load(rp + 64 + t1)[None, :]).to(dq_ptr.dtype.element_ty), mask=live1)
-    tl.store(dk_ptr + do, ((dk1 - k1 * tl.load(rp + 256 + t1)[None, :]) * tl.load(rp + 128 + t1)[None, :]).to(dk_ptr.dtype.element_ty), mask=live1)
-    dq0, u0, dk0, dG0 = _half(q0, bk0, k0, hi0, lo0, tl.load(dA_ptr + mo), tl.load(dL_ptr + mo),
-                              dq0, u0, dk0, dG0, I, J, BS, DT, IP)
-    a_d = tl.load(rp + 320 + t0)[None, :]
-    dk0 += u0 * beta0 + a_d * q0
-    dq0 += a_d * k0
-    do = out + c0 * (HV * K) + dn
-    tl.store(dq_ptr + do, ((dq0 - q0 * tl.load(rp + 192 + t0)[None, :]) * tl.load(rp + 64 + t0)[None, :]).to(dq_ptr.dtype.element_ty), mask=live0)
-    tl.store(dk_ptr + do, ((dk0 - k0 * tl.load(rp + 256 + t0)[None, :]) * tl.load(rp + 128 + t0)[None, :]).to(dk_ptr.dtype.element_ty), mask=live0)
 
-    # dg_i = sum_{j >= i} dG_j + sum_{j < i} (k . dk3)_j + W; both sums run over the whole chunk
-    suffix = tl.where(I >= J, 1.0, 0.0)
-    prefix = tl.where(I < J, 1.0, 0.0)
-    hi, lo = split(dG1, DT)
-    ki, kl = split(kd1, DT)
-    dg = map_cols(hi, lo, suffix, IP) + map_cols(ki, kl, prefix, IP) + (w + tl.sum(kd0, axis=1))[:, None]
-    dz, dA = gate_gradient(dg, x1, rate, bound, BOUNDED)
-    dz = tl.where(live1, dz, 0.0)
-    tl.store(dz_ptr + out + c1 * (HV * K) + dn, dz.to(dz_ptr.dtype.element_ty), mask=live1)
-    pb = tl.sum(dz, axis=1)
-    pA = tl.sum(tl.where(live1, dA, 0.0), axis=1)
-    hi, lo = split(dG0, DT)
-    ki, kl = split(kd0, DT)
-    dg = map_cols(hi, lo, suffix, IP) + map_cols(ki, kl, prefix, IP) + (w + tl.sum(dG1, axis=1))[:, None]
-    dz, dA = gate_gradient(dg, x0, rate, bound, BOUNDED)
-    dz = tl.where(live0, dz, 0.0)
-    tl.store(dz_ptr + out + c0 * (HV * K) + dn, dz.to(dz_ptr.dtype.element_ty), mask=live0)
-    tl.store(pb_ptr + tile * K + d, pb + tl.sum(dz, axis=1))
-    tl.store(pA_ptr + tile * NK + ik, tl.sum(pA + tl.sum(tl.where(live0, dA, 0.0), axis=1), axis=0))
+    # what the second half needs of the first: its decayed keys, and the sums that end in the chunk's total decay
+    x1 = tl.load(z_ptr + 32 * z_st + zo, mask=live1, other=0.0).to(tl.float32) + bias
+    end1 = tl.sum(tl.where(live1, log2_decay(x1, rate, bound, BOUNDED), 0.0), axis=1)[:, None]
+    u0, d0, f0, last0, end0, hi0, lo0 = _decay(z_ptr, zo, bias, live0, rate, bound, I, J, BS, BOUNDED, HT, IP)
+    k0 = tl.load(k_ptr + ko, mask=live0, other=0.0).to(tl.float32) * tl.load(rp + 128 + J)
+    kx = (k0 * last0).to(DT)
+    kd0 = tl.sum(k0 * last0 * tl.load(pp + 128 * K).to(tl.float32), axis=1)[:, None] * tl.exp2(end1)
+
+    ax = tl.load(dA_ptr + mo + 2048)
+    lx = tl.load(dL_ptr + mo + 2048)
+    zero = tl.zeros((BD, 32), tl.float32)
+    none = tl.zeros((BD, 1), tl.float32)
+    tx, kd1, sum1, pb, pA = _half(
+        q_ptr + 32 * q_st, qo, k_ptr + 32 * k_st, ko, z_ptr + 32 * z_st, zo, pp + 32, rp + 32,
+        dq_ptr + 32 * HV * K, dk_ptr + 32 * HV * K, dz_ptr + 32 * HV * K, oo,
+        tl.load(dA_ptr + mo + 1024), tl.load(dL_ptr + mo + 1024), ax, lx, kx, zero,
+        end0, none, w + kd0, bias, live1, rate, bound, scale, I, J, K, True, BS, BOUNDED, DT, HT, IP)
+    tx, kd1, sum0, pb0, pA0 = _half(
+        q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo,
+        tl.load(dA_ptr + mo), tl.load(dL_ptr + mo), ax, lx, kx, tx,
+        none, end1, w + sum1, bias, live0, rate, bound, scale, I, J, K, False, BS, BOUNDED, DT, HT, IP)
+    tl.store(pb_ptr + tile * K + d, pb + pb0)
+    tl.store(pA_ptr + tile * NK + ik, tl.sum(pA + pA0, axis=0))
