@@ -359,6 +359,7 @@ NOISE = (
     "MimoModelConfig is experimental",
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
+    "Could not determine rank from torch.distributed",
 )
 
 
