@@ -7,11 +7,11 @@ of every head-wise parameter is cut over tensor-parallel ranks; the output norm 
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from k3kernels.conv import short_convolution
 from k3kernels.kda import kda
 from k3kernels.norm import gated_rms_norm
-from torch import nn
-
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.parameters import ParameterSpec, new_parameter
 from k3train.parallel import context as context_parallel

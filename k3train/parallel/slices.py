@@ -1,0 +1,126 @@
+"""Arithmetic of a packed stream cut into equal contiguous slices, one a context-parallel rank. No tensors here."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k3train.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Tokens [rank * length, (rank + 1) * length) of the stream.
+
+    pieces: borders 0 < ... < length of the documents inside, counted from the slice's start.
+    first_source: the first rank that holds tokens of the document this slice begins in; `rank` if it begins here.
+    last_reader: the last rank that holds tokens of the document this slice ends in; `rank` if it ends here.
+    crossed: some document crosses a border between ranks, so that all ranks take part in the exchanges.
+    """
+
+    rank: int
+    size: int
+    length: int
+    pieces: tuple[int, ...]
+    first_source: int
+    last_reader: int
+    document_start: int  # global position of the first token of the document this slice begins in
+    crossed: bool
+
+    @property
+    def start(self) -> int:
+        return self.rank * self.length
+
+    @property
+    def continues(self) -> bool:
+        """The first token's document began on a rank before."""
+        return self.first_source < self.rank
+
+    @property
+    def leaves(self) -> bool:
+        """The last token's document goes on on the next rank."""
+        return self.last_reader > self.rank
+
+    @property
+    def mirror(self) -> int:
+        return self.size - 1 - self.rank
+
+    def history(self, count: int) -> list[int]:
+        """Where the `count` tokens before this slice lie, oldest first: (rank * kept + place) in the last
+        `kept = min(count, length)` tokens of every rank laid end to end; -1 for one of another document."""
+        kept = min(count, self.length)
+        places = []
+        for position in range(self.start - count, self.start):
+            owner, inside = divmod(position, self.length)
+            places.append(owner * kept + inside - (self.length - kept) if position >= self.document_start else -1)
+        return places
+
+
+def cut(bounds: Sequence[int], size: int, rank: int) -> Slice:
+    """The slice of `rank` of `size`; bounds 0 <= ... <= T are the document borders of the whole stream.
+
+    Raises LayoutError when the stream does not divide.
+    """
+    total = bounds[-1]
+    if total == 0 or total % size:
+        raise LayoutError(
+            f"a stream of {total} tokens does not divide over parallel.context={size} ranks; "
+            f"make train.seq_length * train.micro_batch a multiple of {size}"
+        )
+    length = total // size
+    start, end = rank * length, (rank + 1) * length
+    borders = sorted(set(bounds) | {0, total})
+    inside = borders[bisect_right(borders, start) : bisect_left(borders, end)]
+    document_start = borders[bisect_right(borders, start) - 1]
+    document_end = borders[bisect_left(borders, end)]
+    known = set(borders)
+    return Slice(
+        rank=rank, size=size, length=length, pieces=(0, *[b - start for b in inside], length),
+        first_source=document_start // length, last_reader=(document_end - 1) // length,
+        document_start=document_start, crossed=any(r * length not in known for r in range(1, size)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """Query rows [first, last) of the stream and the document pieces among them, as
+    (first row, last row, first key): row t of a piece sees keys [first key, t]. All positions are global."""
+
+    first: int
+    last: int
+    pieces: tuple[tuple[int, int, int], ...]
+
+    @property
+    def first_key(self) -> int:
+        return self.pieces[0][2]
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs inside: the work of the attention core."""
+        return sum((b - a) * (a - k) + (b - a) * (b - a + 1) // 2 for a, b, k in self.pieces)
+
+
+def query_block(bounds: Sequence[int], first: int, last: int) -> QueryBlock:
+    """The pieces of the rows [first, last), which are not empty."""
+    borders = sorted(set(bounds))
+    pieces, row = [], first
+    while row < last:
+        after = bisect_right(borders, row)
+        end = min(borders[after], last)
+        pieces.append((row, end, borders[after - 1]))
+        row = end
+    return QueryBlock(first, last, tuple(pieces))
+
+
+def swapped_blocks(bounds: Sequence[int], size: int, rank: int) -> list[QueryBlock]:
+    """The rows a rank attends for: the first half of its own slice and the second half of its mirror's.
+
+    Rank r and its mirror size-1-r then have equal work under a causal mask (one long document): the halves
+    2r and 2(size-1-r)+1 of 2 * size. Empty blocks (slices of one token) are left out.
+    """
+    length = bounds[-1] // size
+    kept = length - length // 2
+    own, mirror = rank * length, (size - 1 - rank) * length
+    ranges = [(own, own + kept), (mirror + kept, mirror + length)]
+    return [query_block(bounds, a, b) for a, b in ranges if a < b]

@@ -1,0 +1,88 @@
+"""Layers on slices of a stream equal the same layers on the whole stream, wherever documents begin and end."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+from tests.parallel.pool import pool
+
+CASES = "tests.parallel.context_cases"
+
+
+def random_streams(world: int, count: int) -> list[list[int]]:
+    rng = random.Random(world)
+    streams = []
+    for _ in range(count):
+        total = world * rng.randint(1, 12)
+        streams.append(sorted([0, total, *rng.sample(range(total + 1), rng.randint(0, min(5, total)))]))
+    return streams
+
+
+def streams(world: int) -> dict[str, list[list[int]]]:
+    """Document borders by what is hard about them; slices of 8 tokens unless said otherwise."""
+    total = 8 * world
+    borders = list(range(0, total + 1, 8))
+    return {
+        "one document over all ranks": [[0, total]],
+        "every token its own document": [list(range(total + 1))],
+        "documents end exactly at the rank borders": [borders],
+        "a document begins one token before each rank border": [[0, *[b - 1 for b in borders[1:]], total]],
+        "a document begins one token after each rank border": [[0, *[b + 1 for b in borders[:-1]], total]],
+        "a document of one token on each side of the border": [[0, 7, 8, 9, total]],
+        "a document leaves from the middle of the first rank to the middle of the last": [[0, 3, total - 3, total]],
+        "empty documents at borders and inside": [[0, 0, 5, 5, 8, 8, 8, total, total]],
+        "slices of two tokens, shorter than the convolution": [[0, 2 * world], [0, 1, 2 * world], [0, 3, 2 * world]],
+        "slices of one token": [[0, world], [0, 1, world]],
+        "several chunks a rank": [[0, 70 * world], [0, 33, 70 * world]],
+        "random documents": random_streams(world, 8),
+    }
+
+
+@functools.cache
+def deviations(world: int, kind: str, bound: float | None) -> dict[str, dict[str, float]]:
+    """All streams in one visit to the ranks."""
+    results = pool(world).run(f"{CASES}:deviations", kind=kind, streams=streams(world), bound=bound, timeout=120.0)
+    return results[0]
+
+
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("name", list(streams(2)))
+@pytest.mark.parametrize("world", [2, 4])
+def test_kda_on_slices_is_kda_on_the_stream(world: int, name: str, bound: float | None) -> None:
+    worst = deviations(world, "kda", bound)[name]
+    assert {n for n, e in worst.items() if not e < 1e-10} == set(), worst
+
+
+@pytest.mark.parametrize("name", list(streams(2)))
+@pytest.mark.parametrize("world", [2, 4])
+def test_attention_on_slices_is_attention_on_the_stream(world: int, name: str) -> None:
+    worst = deviations(world, "mla", -5.0)[name]
+    assert {n for n, e in worst.items() if not e < 1e-5} == set(), worst
+
+
+def test_kda_gathers_one_pair_a_rank_and_attention_gathers_latents() -> None:
+    tail, pair = (3, 3 * 32), (1, 4, 8, 16)  # three inputs of q, k, v; M and S of four heads
+    for seen in pool(4).run(f"{CASES}:count_exchanges", bounds=[0, 3, 32]):
+        assert seen == {"kda": [tail, pair], "kda backward": [pair], "mla": [(8, 12)], "mla backward": [(8, 12)]}
+
+
+def test_nothing_travels_between_kda_layers_when_no_document_crosses_a_border() -> None:
+    for seen in pool(4).run(f"{CASES}:count_exchanges", bounds=[0, 8, 11, 16, 24, 32]):
+        assert seen["kda"] == seen["kda backward"] == []
+
+
+def test_attention_work_is_equal_and_no_rank_keeps_the_keys_of_the_stream() -> None:
+    length = 64
+    results = pool(4).run(f"{CASES}:attention_work", bounds=[0, 4 * length])
+    work = [pairs for pairs, _ in results]
+    assert sum(work) == 4 * length * (4 * length + 1) // 2
+    assert max(work) <= 1.02 * min(work)
+    kept = max(largest for _, largest in results)
+    assert kept <= length * 4 * 12  # one tensor of this rank's queries: rows x heads x key size
+
+
+def test_forward_without_gradients_is_the_same() -> None:
+    assert max(pool(2).run(f"{CASES}:without_gradients", bounds=[0, 5, 16])) == 0.0
