@@ -6,6 +6,7 @@ byte offset of its line as well), and everything decided per document is a funct
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import glob
 import gzip
@@ -204,12 +205,11 @@ def default_corpus() -> list[Source]:
             f"the default corpus is the standard library's sources, and '{root}' holds {len(sources)} of them; "
             "give a corpus of your own, e.g. data.corpus='texts/*.txt'"
         )
-    try:
+    with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
-    except ImportError:
-        topics = {}
-    for topic, text in topics.items():
-        sources.append(Source(name=f"pydoc/{topic}", inline=text, size=len(text.encode())))
+
+        for topic, text in topics.items():
+            sources.append(Source(name=f"pydoc/{topic}", inline=text, size=len(text.encode())))
     return sorted(sources, key=lambda source: source.name)
 
 

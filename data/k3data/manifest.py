@@ -94,11 +94,11 @@ def load(path: str | Path, reused: bool = True) -> Manifest:
     record: dict[str, Any] = json.loads(Path(folder, FILE).read_text(encoding="utf-8"))
     if record.get("format") != FORMAT:
         raise DataError(f"{folder} has format {record.get('format')}, this version reads {FORMAT}; prepare it again")
-    splits = {name: Split(**record.pop(name)) for name in ("train", "valid")}
+    record["train"], record["valid"] = Split(**record["train"]), Split(**record["valid"])
     record["examples"], record["inputs"] = tuple(record["examples"]), tuple(record["inputs"])
-    manifest = Manifest(**record, **splits, folder=str(folder.resolve()), reused=reused)
+    manifest = Manifest(**record, folder=str(folder.resolve()), reused=reused)
     needed = ["tokenizer.json", "train.bin", "train.idx"] + (
-        ["valid.bin", "valid.idx"] if splits["valid"].tokens else []
+        ["valid.bin", "valid.idx"] if manifest.valid.tokens else []
     )
     missing = [name for name in needed if not Path(folder, name).is_file()]
     if missing:
