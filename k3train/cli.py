@@ -102,23 +102,26 @@ def run_composed(name: str, rest: list[str]) -> int | None:
     return start(name, composed, rest)
 
 
-def start(name: str, config: Config, overrides: list[str]) -> int | None:
-    """Run a verb here, in this process or in local ranks."""
+def start(name: str, config: Config, overrides: list[str], *, fresh: bool = False) -> int | None:
+    """Run a verb here or in local ranks; `fresh` keeps it out of this process, which has other jobs to run."""
     from k3train.config import checks
     from k3train.config.compose import check_run_folder
 
-    if not verbs.VERBS[name].ranks:
-        return verbs.call(name, config)
-    if config.checkpoint.resume:
-        check_run_folder(config)
     place = launch.find_place()
-    config = with_proposed_layout(config, place.world if place else None)
-    world = checks.ranks(config, place.world if place else None)
+    world = 1
+    if verbs.VERBS[name].ranks:
+        if config.checkpoint.resume:
+            check_run_folder(config)
+        config = with_proposed_layout(config, place.world if place else None)
+        world = checks.ranks(config, place.world if place else None)
     if place is None and world > 1:
         launch.refuse_login_node(name, world, overrides)
         print(f"{world} local processes", flush=True)
         return launch.run_local(name, config, world)
-    signals.listen()
+    if fresh:
+        return launch.run_child(name, config)
+    if verbs.VERBS[name].ranks:
+        signals.listen()
     return verbs.call(name, config)
 
 
@@ -160,6 +163,9 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
         if not verbs.VERBS[name].ranks and name not in ("evaluate", "quantize"):
             raise ConfigError(f"`{PROGRAM} {name}` cannot be swept with -m")
         sweep.refuse_equal_names(args.overrides)
+    if args.help and args.config_dir is None:
+        print(verb_help(name, args.overrides))
+        return 0
     composing.register_schema()
     caught: list[DictConfig] = []
     outcomes: list[tuple[str, int]] = []
@@ -170,7 +176,7 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
         else:
             caught.append(composed)
 
-    job.__module__ = "k3train.cli"
+    job.__module__ = "k3train.cli"  # hydra looks where the function lives; a closure of __main__ would not do
     before = sys.argv
     sys.argv = [PROGRAM, *words]
     try:
@@ -182,6 +188,29 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
     for run, code in outcomes:
         print(f"{run}: {'done' if code == 0 else f'exit code {code}'}", flush=True)
     return max((code for _, code in outcomes), default=0)
+
+
+def verb_help(name: str, overrides: list[str]) -> str:
+    """Groups, their options, and the composed configuration. (Hydra's own page takes twice the time.)"""
+    from omegaconf import OmegaConf
+
+    from k3train.config import compose as composing
+    from k3train.config.overrides import groups
+
+    options = [f"  {group:<11} {', '.join(found)}" for group, found in groups(composing.conf_dir()).items()]
+    composed = composing.compose_unchecked(overrides)
+    return "\n".join(
+        [
+            f"usage: {PROGRAM} {name} [group=choice] [section.key=value] ...",
+            f"\n{verbs.VERBS[name].summary}",
+            "\ngroups (group=choice):",
+            *options,
+            "\nconfiguration (section.key=value; null is written null):",
+            OmegaConf.to_yaml(composed).rstrip(),
+            "\n--cfg job prints the configuration alone, -m sweeps over a=1,2, -sc install=bash gives completion;",
+            "types and units of every key: k3train/config/schema.py; Hydra's own flags: --hydra-help",
+        ]
+    )
 
 
 def run_job(name: str, composed: DictConfig) -> tuple[str, int]:
@@ -199,12 +228,9 @@ def run_job(name: str, composed: DictConfig) -> tuple[str, int]:
     def call() -> int | None:
         composed.run.name = run
         config = composing.to_config(composed)
-        if not local:
-            return start(name, config, overrides)
-        if verbs.VERBS[name].ranks and config.checkpoint.resume:
-            composing.check_run_folder(config)
-        print(f"== {run}", flush=True)
-        return launch.run_child(name, config)
+        if local:
+            print(f"== {run}", flush=True)
+        return start(name, config, overrides, fresh=local)
 
     return run, launch.report(f"{name} {run}", call)
 

@@ -380,8 +380,11 @@ def _die_with_parent() -> None:
 def main(words: list[str] | None = None) -> int:
     """One self-launched rank: `python -m k3train.launch VERB CONFIG.yaml`."""
     verb, file = words if words is not None else sys.argv[1:]
+    from k3train import signals, verbs
+
+    if verbs.VERBS[verb].ranks:
+        signals.listen()  # before the slow imports: a stop request during start-up is kept
     _die_with_parent()
-    from k3train import verbs
     from k3train.config.compose import load_resolved
 
     return report(verb, lambda: verbs.call(verb, load_resolved(file)))

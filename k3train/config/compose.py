@@ -46,16 +46,19 @@ def compose(overrides: list[str] | None = None, *, config_dir: Path | str | None
     overrides: as on the command line, `["model=k3_tiny", "train.steps=10"]`. config_dir: a folder like conf/.
     Raises ConfigError (LayoutError for parallel sizes) naming what is wrong and what to type.
     """
+    return to_config(compose_unchecked(list(overrides or []), config_dir=config_dir))
+
+
+def compose_unchecked(overrides: list[str], *, config_dir: Path | str | None = None) -> DictConfig:
+    """Compose only: keys and types are checked, values are not, and interpolations stay. Raises ConfigError."""
     folder = Path(config_dir) if config_dir is not None else conf_dir()
-    words = list(overrides or [])
-    check_overrides(words, folder)
+    check_overrides(overrides, folder)
     register_schema()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(folder.resolve())):
-            composed = hydra_compose(config_name=PRIMARY, overrides=words)
+            return hydra_compose(config_name=PRIMARY, overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_readable(error)) from error
-    return to_config(composed)
 
 
 def to_config(composed: DictConfig) -> Config:

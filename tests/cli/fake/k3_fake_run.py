@@ -1,0 +1,57 @@
+"""A stand-in for training. Each process notes what it saw in $FAKE_OUT; $FAKE_DO says what happens on which rank."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from k3train import signals
+from k3train.config.schema import Config
+from k3train.errors import DataError
+
+
+def run(config: Config) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    seen = {
+        "rank": rank,
+        "world": int(os.environ.get("WORLD_SIZE", "1")),
+        "argv": sys.argv[1:],
+        "bound": config.model.kda.decay_bound,
+        "name": config.run.name,
+        "pid": os.getpid(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+    out = Path(os.environ["FAKE_OUT"])
+    (out / f"{config.run.name}.{rank}.json").write_text(json.dumps(seen))
+    print(f"hello from rank {rank}", flush=True)
+    for order in os.environ.get("FAKE_DO", "").split():
+        action, _, whom = order.partition("@")
+        if not whom or int(whom) == rank:
+            code = act(action)
+            if code is not None:
+                return code
+    return 0
+
+
+def act(action: str) -> int | None:
+    if action == "user_error":
+        raise DataError("the corpus is a teapot; give it tea")
+    if action == "fault":
+        raise RuntimeError("something broke inside")
+    if action == "late_fault":
+        time.sleep(1.0)
+        raise RuntimeError("a consequence")
+    if action == "kill":
+        os.kill(os.getpid(), 9)
+    if action == "hang":
+        time.sleep(300)
+    if action == "wait_for_signal":
+        signals.listen()
+        Path(os.environ["FAKE_OUT"], f"ready.{os.environ.get('RANK', '0')}").touch()
+        until = time.monotonic() + 60
+        while signals.asked() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        Path(os.environ["FAKE_OUT"], f"signal.{os.environ.get('RANK', '0')}").write_text(str(signals.asked()))
+        return 75
+    return None
