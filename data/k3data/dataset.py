@@ -51,6 +51,9 @@ class _Vocabulary:
 def prepare_collectively(make: Callable[[], Manifest]) -> Manifest:
     """Let rank 0 make a dataset and every rank open it; works without torch.distributed too.
 
+    The other ranks wait in a collective: what takes longer than the process group's timeout is for
+    `k3train data prepare` to make beforehand.
+
     Raises on every rank what rank 0 raised, and DataError on a rank that cannot see the folder.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,20 +94,24 @@ def prepare(
         found = _existing(target, key, asked=output is not None)  # another process may have made it meanwhile
         if found is not None:
             return found
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        for left in target.parent.glob(f".{target.name}.*.part"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        scratch = target.parent / f".{target.name}.{os.getpid()}.part"
+        scratch.mkdir()
         try:
-            _build(scratch, sources, inputs, key, tokenizer, eod_token, vocab_size, workers or _cores(),
+            _build(scratch, sources, inputs, key, tokenizer, eod_token, vocab_size, workers or _cores(total),
                    validation_fraction, text_field, report, total, tell)  # fmt: skip
-            if target.is_dir():
-                target.rmdir()  # an empty folder that the user made
+            if target.is_dir():  # empty, made by the user, or a damaged entry of the cache
+                shutil.rmtree(target)
             scratch.rename(target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return manifest.load(target, reused=False)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _cores(total: int) -> int:
+    """A process a core, as long as each has 2 MiB of text to start up for."""
+    return max(1, min(len(os.sched_getaffinity(0)), total >> 21))
 
 
 def _existing(target: Path, key: str, asked: bool) -> Manifest | None:
@@ -120,8 +123,7 @@ def _existing(target: Path, key: str, asked: bool) -> Manifest | None:
     except DataError:
         if asked:
             raise DataError(f"output={str(target)!r} exists and is no prepared dataset; name another folder") from None
-        shutil.rmtree(target, ignore_errors=True)  # a damaged cache entry is made again
-        return None
+        return None  # a damaged entry of the cache is made again
     if found.key != key:
         raise DataError(
             f"output={str(target)!r} holds a dataset of other contents or settings (key {found.key[:16]}, "
@@ -354,9 +356,9 @@ def _write(
         leftover.unlink()
     for name, builder in builders.items():
         builder.finalize(str(scratch / f"{name}.idx"))
-        for suffix in ("bin", "idx"):
-            with open(scratch / f"{name}.{suffix}", "rb") as file:
-                os.fsync(file.fileno())
+    for path in scratch.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     splits = {name: Split(documents[name], tokens[name], text_bytes[name]) for name in ("train", "valid")}
     return splits, unigram_cross_entropy(counts["train"], counts["valid"])
 

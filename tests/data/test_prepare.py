@@ -167,6 +167,22 @@ def test_a_failed_run_leaves_nothing_behind(corpus: Path, monkeypatch: pytest.Mo
     assert [path.suffix for path in left] == [".lock"]
 
 
+def test_what_a_killed_run_left_is_cleared_away(corpus: Path) -> None:
+    first = prepare([str(corpus)], vocab_size=400, workers=1)
+    shutil.rmtree(first.folder)
+    left = Path(first.folder).parent / f".{Path(first.folder).name}.1.part"
+    left.mkdir()
+    (left / "shard-000000").write_text("half")
+    prepare([str(corpus)], vocab_size=400, workers=1)
+    assert not left.exists()
+
+
+def test_the_folder_is_as_readable_as_any_other(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    data = prepare([str(corpus)], vocab_size=400, workers=1)
+    assert Path(data.folder).stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_large_files_are_hashed_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("k3data.prepare._REMEMBERED", 100)
     prepare([str(corpus)], vocab_size=400, workers=1)
