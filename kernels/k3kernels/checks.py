@@ -4,7 +4,7 @@ Values that live on a GPU are never read here, since that would stall the device
 for shape and dtype only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def check_tensor(name: str, value: object, shape: Sequence[int | None], legend: 
     return value
 
 
-def check_same_device(reference_name: str, reference: Tensor, **others: Tensor | None) -> None:
+def check_same_device(reference_name: str, reference: Tensor, others: Mapping[str, Tensor | None]) -> None:
     """All tensors must live where the reference does."""
     for name, value in others.items():
         if value is not None and value.device != reference.device:
@@ -76,3 +76,17 @@ def check_heads(key_heads: int, value_heads: int) -> None:
     """Value heads come in whole groups per key head."""
     if key_heads < 1 or value_heads % key_heads:
         raise ValueError(f"v: its {value_heads} heads must be a multiple of the {key_heads} heads of q and k")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """The arguments that all mixers share; the state is [N, HV, K, V]."""
+    check_tensor("q", q, (None,) * 4, "[B, T, H, K]")
+    B, T, H, K = q.shape
+    check_tensor("k", k, (B, T, H, K), "[B, T, H, K]")
+    check_tensor("v", v, (B, T, None, None), "[B, T, HV, V]")
+    HV, V = v.shape[-2:]
+    check_heads(H, HV)
+    documents = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T)
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, (documents, HV, K, V), "[N, HV, K, V]")
+    check_same_device("q", q, {"k": k, "v": v, "initial_state": initial_state})

@@ -1,5 +1,6 @@
 """The public entry of the short convolution."""
 
+import torch
 from torch import Tensor
 
 from k3kernels.checks import check_choice, check_cu_seqlens, check_same_device, check_tensor
@@ -45,8 +46,30 @@ def short_convolution(
     documents = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, (documents, C, W - 1), "[N, C, W-1]")
-    check_same_device("x", x, weight=weight, initial_state=initial_state)
+    check_same_device("x", x, {"weight": weight, "initial_state": initial_state})
     check_choice("backend", backend, BACKENDS)
     implementation = short_convolution_naive if backend == "naive" else short_convolution_torch
     y, state = implementation(x, weight, cu_seqlens=cu_seqlens, initial_state=initial_state)
     return y, state.to(x.dtype) if output_final_state else None
+
+
+@torch.no_grad()
+def short_convolution_step(x: Tensor, weight: Tensor, state: Tensor, *, backend: str = "auto") -> Tensor:
+    """Decoding: the next T inputs (usually 1) of each sequence; `state` is advanced in place. No gradients.
+
+    Args:
+        x: [B, T, C]; weight: [C, W]; state: [B, C, W-1], the last inputs, oldest first; may be a strided view.
+
+    Returns:
+        y [B, T, C] in x's dtype, as `short_convolution` gives it.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule; the message names the argument, the rule and the value.
+    """
+    check_tensor("x", x, (None,) * 3, "[B, T, C]")
+    check_tensor("weight", weight, (x.shape[2], None), "[C, W]")
+    check_tensor("state", state, (x.shape[0], x.shape[2], weight.shape[1] - 1), "[B, C, W-1]")
+    y, end = short_convolution(x, weight, initial_state=state, output_final_state=True, backend=backend)
+    assert end is not None
+    state.copy_(end)
+    return y

@@ -4,6 +4,7 @@
 """
 
 from k3kernels.kda.ops import kda
+from k3kernels.kda.recurrent import kda_decode
 from k3kernels.kda.segment import first_document_state, fold_segments, kda_segment, local_cu_seqlens
 
-__all__ = ["first_document_state", "fold_segments", "kda", "kda_segment", "local_cu_seqlens"]
+__all__ = ["first_document_state", "fold_segments", "kda", "kda_decode", "kda_segment", "local_cu_seqlens"]

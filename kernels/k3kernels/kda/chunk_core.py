@@ -14,6 +14,7 @@ The halving goes down to one row when the gate is unbounded; with a bound it sto
 e^(-8 |bound|) ... e^(8 |bound|) fits fp32, and one product does the tile.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,16 @@ class Decays:
     suffix: Tensor
     levels: list[tuple[int, Tensor, Tensor]]
     tile: tuple[Tensor, Tensor] | None
+
+    def pack(self) -> list[Tensor]:
+        """All tensors in one list, so that autograd's saved-tensor hooks (checkpointing, offload) see them."""
+        return [self.prefix, self.suffix, *(self.tile or ()), *(x for _, row, key in self.levels for x in (row, key))]
+
+    @classmethod
+    def unpack(cls, tensors: Sequence[Tensor], tiled: bool) -> "Decays":
+        rest = tensors[4 if tiled else 2 :]
+        levels = [(row.shape[2], row, key) for row, key in zip(rest[0::2], rest[1::2])]
+        return cls(tensors[0], tensors[1], levels, (tensors[2], tensors[3]) if tiled else None)
 
 
 def decay_factors(g: Tensor, bound: float | None) -> Decays:
@@ -178,26 +189,19 @@ class ChunkedRecurrence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         T, H, K = q.shape
         HV, V = v.shape[1:]
-        C, N, chunks = plan.chunk, plan.documents, plan.chunks
-        X = chunks * HV
-        state_shape = (N, HV, K, V)
+        X = plan.chunks * HV
+        state_shape = (plan.documents, HV, K, V)
         ctx.shapes, ctx.scale, ctx.plan, ctx.has_state = (T, H, HV, K, V), scale, plan, initial_state is not None
-        if chunks == 0:
+        if plan.chunks == 0:
             ctx.save_for_backward()
             final = q.new_zeros(state_shape) if initial_state is None else initial_state.clone()
             return v.new_zeros(T, HV, V), final
 
-        qc = q.reshape(-1, K).index_select(0, plan.gather_key).view(X, C, K)
-        kc = k.reshape(-1, K).index_select(0, plan.gather_key).view(X, C, K)
-        vc = v.reshape(-1, V).index_select(0, plan.gather_value).view(X, C, V)
-        gc = g.reshape(-1, K).index_select(0, plan.gather_value).view(chunks, HV, C, K)
-        bc = beta.reshape(-1).index_select(0, plan.gather_value).view(chunks, HV, C, 1)
-        if plan.padding is not None:
-            gc.masked_fill_(plan.padding, 0)
-            bc.masked_fill_(plan.padding, 0)
-        bc = bc.view(X, C, 1)
+        qc, kc, vc = plan.to_chunks(q, keys=True), plan.to_chunks(k, keys=True), plan.to_chunks(v)
+        gc = plan.clear_padding(plan.to_chunks(g))
+        bc = plan.clear_padding(plan.to_chunks(beta.unsqueeze(-1)))
 
-        decays = decay_factors(gc.view(X, C, K), bound)
+        decays = decay_factors(gc, bound)
         A, P = decayed_products(qc, kc, decays)
         A.diagonal(dim1=1, dim2=2).copy_((qc * kc).sum(-1))
         A.mul_(scale)
@@ -207,10 +211,7 @@ class ChunkedRecurrence(torch.autograd.Function):
         k_end = kc * decays.suffix
         gamma = decays.prefix[:, -1].unsqueeze(-1)  # [X, K, 1]
 
-        if initial_state is None:
-            S = q.new_zeros(plan.live * HV, K, V)
-        else:
-            S = initial_state.index_select(0, plan.order[: plan.live]).view(-1, K, V)
+        S = q.new_zeros(plan.live * HV, K, V) if initial_state is None else plan.enter(initial_state)
         states = q.new_empty(X, K, V)
         ended = []
         for i, (begin, end) in enumerate(plan.steps):
@@ -218,21 +219,14 @@ class ChunkedRecurrence(torch.autograd.Function):
             states[rows] = S
             new_values = U[rows].baddbmm_(W[rows], S, alpha=-1)
             S = torch.baddbmm(gamma[rows] * S, k_end[rows].mT, new_values)
-            last = i + 1 == len(plan.steps)
-            remaining = 0 if last else (plan.steps[i + 1][1] - plan.steps[i + 1][0]) * HV
+            remaining = plan.remaining(i) * HV
             ended.append(S[remaining:])
             S = S[:remaining]
-        final = torch.cat(ended[::-1]).view(plan.live, HV, K, V)
-        if plan.live < N:  # an empty document hands its state through
-            empty = plan.order[plan.live :]
-            rest = q.new_zeros(N - plan.live, HV, K, V) if initial_state is None else initial_state[empty]
-            final = torch.cat([final, rest])
-        final = final.index_select(0, plan.order_inverse)
+        final = plan.leave(torch.cat(ended[::-1]), initial_state, state_shape)
 
-        o = torch.baddbmm(A @ U, qc * decays.prefix, states, alpha=scale)
-        o = o.view(-1, V).index_select(0, plan.scatter).view(T, HV, V)
-        ctx.decays = decays
-        ctx.save_for_backward(qc, kc, vc, bc, A, P, M, W, U, states)
+        o = plan.to_stream(torch.baddbmm(A @ U, qc * decays.prefix, states, alpha=scale), HV, HV)
+        ctx.tiled = decays.tile is not None
+        ctx.save_for_backward(qc, kc, vc, bc, A, P, M, W, U, states, *decays.pack())
         return o, final
 
     @staticmethod
@@ -242,34 +236,27 @@ class ChunkedRecurrence(torch.autograd.Function):
         if plan.chunks == 0:
             zeros = [do.new_zeros(T, heads, size) for heads, size in ((H, K), (H, K), (HV, V), (HV, K))]
             return *zeros, do.new_zeros(T, HV), dfinal if ctx.has_state else None, None, None, None
-        qc, kc, vc, bc, A, P, M, W, U, states = ctx.saved_tensors  # U holds V' since the scan
-        decays: Decays = ctx.decays
-        C, X = plan.chunk, plan.chunks * HV
+        qc, kc, vc, bc, A, P, M, W, U, states, *packed = ctx.saved_tensors  # U holds V' since the scan
+        decays = Decays.unpack(packed, ctx.tiled)
         prefix, suffix = decays.prefix, decays.suffix
         gamma = prefix[:, -1].unsqueeze(-1)
-        doc = do.reshape(-1, V).index_select(0, plan.gather_value).view(plan.chunks, HV, C, V)
-        if plan.padding is not None:
-            doc.masked_fill_(plan.padding, 0)
-        doc = doc.view(X, C, V)
+        doc = plan.clear_padding(plan.to_chunks(do))
 
         # Reverse scan: dS_before = gamma dS + Q~^T dO - W^T (A^T dO + K^ dS).
         k_end = kc * suffix
         dvalues = A.mT @ doc
         source = torch.bmm((qc * prefix).mT, doc).mul_(scale).baddbmm_(W.mT, dvalues, alpha=-1)
-        dfinal_ordered = dfinal.index_select(0, plan.order).view(-1, K, V)
+        dended = plan.enter(dfinal)
         dstates = torch.empty_like(states)
-        dS = dfinal_ordered[:0]
+        dS = dended[:0]
         for begin, end in reversed(plan.steps):
             rows = slice(begin * HV, end * HV)
-            dS = torch.cat([dS, dfinal_ordered[dS.shape[0] : (end - begin) * HV]])
+            dS = torch.cat([dS, dended[dS.shape[0] : (end - begin) * HV]])
             dstates[rows] = dS
             dvalues_end = torch.bmm(k_end[rows], dS)
             dvalues[rows] += dvalues_end
             dS = (gamma[rows] * dS).add_(source[rows]).baddbmm_(W[rows].mT, dvalues_end, alpha=-1)
-        dinitial = None
-        if ctx.has_state:
-            dinitial = torch.cat([dS, dfinal_ordered[dS.shape[0] :]]).view(-1, HV, K, V)
-            dinitial = dinitial.index_select(0, plan.order_inverse)
+        dinitial = plan.leave(dS, dfinal, (plan.documents, HV, K, V)) if ctx.has_state else None
 
         Y = M.mT @ dvalues  # gradient of beta (V - K+ S)
         YS = Y @ states.mT
@@ -293,10 +280,14 @@ class ChunkedRecurrence(torch.autograd.Function):
         dk = dk_row.add_(dk_key).addcmul_(dA_diagonal, qc)
         dq.addcmul_(dA_diagonal, kc)
 
-        def to_stream(x: Tensor, heads: int) -> Tensor:
-            x = x.view(-1, x.shape[-1]).index_select(0, plan.scatter).view(T, HV, -1)
-            return x if heads == HV else x.view(T, heads, HV // heads, -1).sum(2)
-
-        dv = to_stream(Y.mul_(bc), HV)
-        dbeta_stream = to_stream(dbeta.unsqueeze(-1), HV).squeeze(-1)
-        return to_stream(dq, H), to_stream(dk, H), dv, to_stream(dg, HV), dbeta_stream, dinitial, None, None, None
+        return (
+            plan.to_stream(dq, HV, H),
+            plan.to_stream(dk, HV, H),
+            plan.to_stream(Y.mul_(bc), HV, HV),
+            plan.to_stream(dg, HV, HV),
+            plan.to_stream(dbeta.unsqueeze(-1), HV, HV).squeeze(-1),
+            dinitial,
+            None,
+            None,
+            None,
+        )

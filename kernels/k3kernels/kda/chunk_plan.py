@@ -31,6 +31,43 @@ class ChunkPlan:
     def chunks(self) -> int:
         return self.steps[-1][1] if self.steps else 0
 
+    def remaining(self, step: int) -> int:
+        """Documents that go on after this scan step."""
+        if step + 1 == len(self.steps):
+            return 0
+        begin, end = self.steps[step + 1]
+        return end - begin
+
+    def enter(self, states: Tensor) -> Tensor:
+        """States [N, HV, K, V] as rows [live * HV, K, V] in the order of the scan."""
+        return states.index_select(0, self.order[: self.live]).flatten(0, 1)
+
+    def leave(self, rows: Tensor, states: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Rows of the scan as states [N, HV, K, V] = shape; an empty document hands its state (or zero) through."""
+        result = rows.view(self.live, *shape[1:])
+        if self.live < self.documents:
+            rest = rows.new_zeros(self.documents - self.live, *shape[1:])
+            if states is not None:
+                rest = states.index_select(0, self.order[self.live :])
+            result = torch.cat([result, rest])
+        return result.index_select(0, self.order_inverse)
+
+    def to_chunks(self, x: Tensor, keys: bool = False) -> Tensor:
+        """[T, heads, D] as [chunks * HV, C, D]; padded rows repeat a token of their document."""
+        rows = x.reshape(-1, x.shape[-1]).index_select(0, self.gather_key if keys else self.gather_value)
+        return rows.view(-1, self.chunk, x.shape[-1])
+
+    def clear_padding(self, x: Tensor) -> Tensor:
+        """Zeroes the padded rows of [chunks * HV, C, D] in place."""
+        if self.padding is not None:
+            x.view(self.chunks, -1, *x.shape[1:]).masked_fill_(self.padding, 0)
+        return x
+
+    def to_stream(self, x: Tensor, value_heads: int, heads: int) -> Tensor:
+        """[chunks * HV, C, D] as [T, heads, D], summed over the value heads of each head."""
+        x = x.view(-1, x.shape[-1]).index_select(0, self.scatter).view(-1, value_heads, x.shape[-1])
+        return x if heads == value_heads else x.unflatten(1, (heads, value_heads // heads)).sum(2)
+
 
 @lru_cache(maxsize=16)
 def plan_chunks(

@@ -36,6 +36,7 @@ def check_arguments(
     dt_bias: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    state_name: str = "initial_state",
 ) -> None:
     """Shapes, dtypes and devices of all tensors; raises ValueError or TypeError naming the argument."""
     check_tensor("q", q, (None,) * 4, "[B, T, H, K]")
@@ -50,8 +51,9 @@ def check_arguments(
     check_tensor("dt_bias", dt_bias, (HV, K), "[HV, K]")
     documents = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T)
     if initial_state is not None:
-        check_tensor("initial_state", initial_state, (documents, HV, K, V), "[N, HV, K, V]")
-    check_same_device("q", q, k=k, v=v, z=z, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+        check_tensor(state_name, initial_state, (documents, HV, K, V), "[N, HV, K, V]")
+    others = {"k": k, "v": v, "z": z, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, state_name: initial_state}
+    check_same_device("q", q, others)
 
 
 def kda(

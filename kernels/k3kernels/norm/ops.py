@@ -30,6 +30,6 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float = 1e-5
     check_tensor("weight", weight, (o.shape[-1],), "[V]")
     if not eps > 0:
         raise ValueError(f"eps: expected a positive number, got {eps}")
-    check_same_device("o", o, gate=gate, weight=weight)
+    check_same_device("o", o, {"gate": gate, "weight": weight})
     check_choice("backend", backend, BACKENDS)
     return (gated_rms_norm_naive if backend == "naive" else gated_rms_norm_torch)(o, gate, weight, eps)
