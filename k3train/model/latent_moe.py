@@ -43,12 +43,13 @@ class Router(nn.Module):
         """[T_local, d] -> weights fp32 [T_local, E] (zero where not selected), selection bool [T_local, E]."""
         model, moe = self.ctx.model, self.ctx.model.moe
         scores = torch.sigmoid(nn.functional.linear(x.float(), self.weight.float()))
+        # under recomputation the first pass runs without gradients: each token is counted in the pass that has them
+        counting = self.training and torch.is_grad_enabled()
         with torch.no_grad():
             experts, r = quantile_balancing.required_bias(scores.detach(), self.bias, moe.top_k)
             if self.forced is not None:
                 experts = self.forced
-            # under recomputation the first pass runs without gradients: each token is counted in the pass that has them
-            if self.training and torch.is_grad_enabled():
+            if counting:
                 self.count(experts, r, stream)
         selected = torch.zeros(scores.shape, dtype=torch.bool, device=x.device).scatter_(1, experts, True)
         weights = torch.where(selected, scores, 0.0)
