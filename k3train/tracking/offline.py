@@ -78,7 +78,7 @@ def read_offline_run(path: str | os.PathLike[str]) -> OfflineRun:
 
     run = OfflineRun(Path(path))
     for payload in payloads(path):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "history":
