@@ -9,7 +9,9 @@ import triton.language as tl
 
 from .index import chunk_table
 from .kside import kside_kernel
+from .kside_hopper import kside_hopper_kernel
 from .prep import prep_kernel
+from .prep_hopper import invert_kernel, prep_hopper_kernel
 from .reverse import reverse_kernel
 from .state import state_kernel
 from .vside import vside_kernel
@@ -36,13 +38,14 @@ class Config:
     vside_warps: int
     kside_bd: int
     kside_warps: int
+    hopper: bool = False
 
 
 def choose(K: int, V: int, dtype: torch.dtype) -> Config:
     """The configuration for a shape.  Pure: the device tests check the gradients of every value it can return."""
     tuned = K == 128 and V == 128 and dtype == torch.bfloat16
     if tuned:
-        return Config(32, 2, 128, 8, 2, 128, 8, 2, 4, 32, 2)
+        return Config(16, 2, 128, 8, 2, 128, 8, 2, 4, 32, 2, True)
     bv = min(V, 64 if dtype == torch.bfloat16 and K <= 128 else 32)
     bd = min(K, 32)
     return Config(bd, 2, bv, 4, 1, bv, 4, 1, 4, bd, 2)
@@ -52,7 +55,7 @@ def block_size(bound: float | None) -> int:
     """Tokens of a middle-anchored block: the largest whose factors stay below 2^127 (see common.py)."""
     if bound is None:
         return 8
-    return 32 if bound >= -5.49 else 16
+    return 32 if bound >= -5.4 else 16
 
 
 @dataclass
@@ -149,9 +152,16 @@ def forward(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: to
         _empty(q, n, p.K, dtype=f), _empty(q, n, 8, 64, dtype=f),
         _empty(q, *((n, p.V, p.K) if save else (0,))), _empty(q, *((n, 64, p.V) if save else (0,))),
     )
-    launch(prep_kernel, n, q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row,
-           *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound or 0.0,
-           K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
+    if c.hopper and p.bound is not None and block_size(p.bound) == 32:
+        L = _empty(q, n, 3, 32, 32, dtype=torch.float16)
+        launch(prep_hopper_kernel, n, q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A, L, s.gam, s.row,
+               *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound,
+               GROUP=p.HV // p.H, K=p.K, VARLEN=p.table is not None, num_warps=4)
+        launch(invert_kernel, n, L, s.row, p.table, s.M, p.HV, VARLEN=p.table is not None, num_warps=1)
+    else:
+        launch(prep_kernel, n, q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row,
+               *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound or 0.0,
+               K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
     o = _empty(v, p.B, p.T, p.HV, p.V)
     ST = _empty(v, p.N, p.HV, p.K, p.V, dtype=f) if final else None
     launch(state_kernel, p.N * p.HV * (p.V // c.state_bv), v, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, S0,
@@ -178,7 +188,7 @@ def backward(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: t
     db = _empty(beta, p.B, p.T, p.HV)
     dA = _empty(q, n, 3, 32, 32)
     dL = _empty(q, n, 3, 32, 32)
-    P = _empty(q, n, 3, p.K, 64)
+    P = _empty(q, n, 3, 64, p.K)
     w = _empty(q, n, p.K, dtype=f)
     launch(vside_kernel, n, v, o, do, p.table, Y, s.vn, s.h, dS, s.gam, s.row, dv, db, dA, dL, P, w,
            *_st(v), *_st(do), p.T, p.NT, p.HV, p.scale,
@@ -190,11 +200,16 @@ def backward(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: t
     dk = _empty(q, p.B, p.T, p.HV, p.K, dtype=gt)
     dz = _empty(z, p.B, p.T, p.HV, p.K)
     nk = p.K // c.kside_bd
-    pA = _empty(q, p.NC, p.HV, nk, dtype=f)
+    pA = _empty(q, p.NC, p.HV, p.K, dtype=f)
     pb = _empty(q, p.NC, p.HV, p.K, dtype=f)
-    launch(kside_kernel, n * nk, q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb,
-           *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.scale, p.bound or 0.0,
-           K=p.K, BD=c.kside_bd, **p.meta, **p.gate, num_warps=c.kside_warps)
+    if c.hopper and p.bound is not None and block_size(p.bound) == 32:
+        launch(kside_hopper_kernel, n * 2, q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb,
+               *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.scale, p.bound,
+               GROUP=group, K=p.K, SAME=q.stride(1) == k.stride(1) == z.stride(1) == p.HV * p.K, VARLEN=p.table is not None, num_warps=4)
+    else:
+        launch(kside_kernel, n * nk, q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb,
+               *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.scale, p.bound or 0.0,
+               K=p.K, BD=c.kside_bd, **p.meta, **p.gate, num_warps=c.kside_warps)
     if group > 1:
         dq = dq.view(p.B, p.T, p.H, group, p.K).sum(3).to(q.dtype)
         dk = dk.view(p.B, p.T, p.H, group, p.K).sum(3).to(k.dtype)

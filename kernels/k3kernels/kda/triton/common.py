@@ -6,7 +6,7 @@ Conventions of all kernels in this folder
   log2      decays live in log2 units inside the kernels (exp2 is the hardware's exponential)
   BS        block of an in-chunk product that is anchored in its middle: 32, 16 or 8 tokens.  The factors of a block
             span BS/2 tokens of decay on either side, so BS follows from the strongest decay per token:
-            32 holds |g| <= 5.49, 16 holds 10.9, 8 holds 21.9 (natural log units; fp32 and bf16 reach 2^127).
+            32 holds |g| <= 5.4, 16 holds 10.9, 8 holds 21.9 (natural log units; fp32 and bf16 reach 2^127).
             Pairs that lie in one half but not in one block are formed level by level (dyadic anchors): the anchor sits
             between the two, every exponent is <= 0, and nothing can overflow whatever the gate is.
 """

@@ -142,7 +142,7 @@ def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_p
     dn = d[:, None]
     if n <= 0:
         tl.store(pb_ptr + tile * K + d, tl.zeros((BD,), tl.float32))
-        tl.store(pA_ptr + tile * NK + ik, 0.0)
+        tl.store(pA_ptr + tile * K + d, tl.zeros((BD,), tl.float32))
         return
     b64 = tl.cast(b, tl.int64)
     r64 = tl.cast(row0, tl.int64)
@@ -168,7 +168,7 @@ def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_p
     bias = tl.load(bias_ptr + hv * K + dn).to(tl.float32)
     w = tl.load(w_ptr + tile * K + dn)
     rp = row_ptr + tile * 512
-    pp = P_ptr + tile * (192 * K) + dn * 64 + J
+    pp = P_ptr + tile * (192 * K) + J * K + dn
     mo = tile * 3072 + I * 32 + J
 
     # what the second half needs of the first: its decayed keys, and the sums that end in the chunk's total decay
@@ -184,7 +184,7 @@ def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_p
     zero = tl.zeros((BD, 32), tl.float32)
     none = tl.zeros((BD, 1), tl.float32)
     tx, kd1, sum1, pb, pA = _half(
-        q_ptr + 32 * q_st, qo, k_ptr + 32 * k_st, ko, z_ptr + 32 * z_st, zo, pp + 32, rp + 32,
+        q_ptr + 32 * q_st, qo, k_ptr + 32 * k_st, ko, z_ptr + 32 * z_st, zo, pp + 32 * K, rp + 32,
         dq_ptr + 32 * HV * K, dk_ptr + 32 * HV * K, dz_ptr + 32 * HV * K, oo,
         tl.load(dA_ptr + mo + 1024), tl.load(dL_ptr + mo + 1024), ax, lx, kx, zero,
         end0, none, w + kd0, bias, live1, rate, bound, scale, I, J, K, True, BS, BOUNDED, DT, HT, IP)
@@ -193,4 +193,4 @@ def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_p
         tl.load(dA_ptr + mo), tl.load(dL_ptr + mo), ax, lx, kx, tx,
         none, end1, w + sum1, bias, live0, rate, bound, scale, I, J, K, False, BS, BOUNDED, DT, HT, IP)
     tl.store(pb_ptr + tile * K + d, pb + pb0)
-    tl.store(pA_ptr + tile * NK + ik, tl.sum(pA + pA0, axis=0))
+    tl.store(pA_ptr + tile * K + d, pA + pA0)

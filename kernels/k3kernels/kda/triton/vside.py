@@ -1,7 +1,7 @@
 """Stage 2 of the backward pass, parallel over chunks: every product that contracts or spans the value channels.
 
   dA = s stril(dO V'^T)      dL = -stril(Y V'^T)                       three 32 x 32 blocks each, strictly causal
-  P  = S dO^T, S Y^T, dS V'^T   [K, 64]                                 state terms of dq, dk; transposed for the next stage
+  P  = dO S^T, Y S^T, V' dS^T   [64, K]                                 state terms of dq, dk
   W  = Gam . rowsum_V(S . dS)   [K]                                     state term of the gate's gradient
   dv = beta Y
 Four row sums replace what would otherwise be reductions over the key channels of the next stage, because each token's
@@ -76,9 +76,9 @@ def vside_kernel(v_ptr, o_ptr, do_ptr, table_ptr, Y_ptr, vn_ptr, h_ptr, dS_ptr, 
     tl.store(dL_ptr + bo, tl.where(I > J, -dL, 0.0).to(DT), mask=keep)
     for k0 in tl.static_range(0, K, BK):
         d = k0 + tl.arange(0, BK)
-        p0 = tl.zeros((BK, 64), tl.float32)
-        p1 = tl.zeros((BK, 64), tl.float32)
-        p2 = tl.zeros((BK, 64), tl.float32)
+        p0 = tl.zeros((64, BK), tl.float32)
+        p1 = tl.zeros((64, BK), tl.float32)
+        p2 = tl.zeros((64, BK), tl.float32)
         w = tl.zeros((BK,), tl.float32)
         for v0 in tl.static_range(0, V, BV):
             e = v0 + tl.arange(0, BV)
@@ -86,15 +86,15 @@ def vside_kernel(v_ptr, o_ptr, do_ptr, table_ptr, Y_ptr, vn_ptr, h_ptr, dS_ptr, 
             ho = tile * (V * K) + e[:, None] * K + d[None, :]
             h = tl.load(h_ptr + ho)
             dS = tl.load(dS_ptr + ho)
-            do = tl.load(do_ptr + i64 * do_st + en, mask=live, other=0.0)
-            Y = tl.load(Y_ptr + tile * (64 * V) + ii[:, None] * V + en)
-            Vn = tl.load(vn_ptr + tile * (64 * V) + ii[:, None] * V + en)
-            hT = tl.trans(h)
-            p0 = dot(hT, tl.trans(do), p0, IP)
-            p1 = dot(hT, tl.trans(Y), p1, IP)
-            p2 = dot(tl.trans(dS), tl.trans(Vn), p2, IP)
+            if V > BV:
+                do = tl.load(do_ptr + i64 * do_st + en, mask=live, other=0.0)
+                Y = tl.load(Y_ptr + tile * (64 * V) + ii[:, None] * V + en)
+                Vn = tl.load(vn_ptr + tile * (64 * V) + ii[:, None] * V + en)
+            p0 = dot(do, h, p0, IP)
+            p1 = dot(Y, h, p1, IP)
+            p2 = dot(Vn, dS, p2, IP)
             w += tl.sum(h.to(tl.float32) * dS.to(tl.float32), axis=0)
-        po = P_ptr + tile * (192 * K) + d[:, None] * 64 + J
+        po = P_ptr + tile * (192 * K) + ii[:, None] * K + d[None, :]
         tl.store(po, p0.to(DT))
         tl.store(po + 64 * K, p1.to(DT))
         tl.store(po + 128 * K, p2.to(DT))

@@ -1,0 +1,208 @@
+"""`prep.py` with explicit layouts, for K = 128 channels, bf16, bounded gates (32-token blocks).
+
+A half of the chunk, [32 tokens, 128 channels], is spread so that a thread holds 4 neighbouring tokens of 8 neighbouring
+channels: 16-byte loads and stores, a cumulative sum that stays in the warp, and no layout change anywhere.  The decayed
+operands of A and L go to shared memory once and one wgmma per block, with the queries stacked on the keys (64 rows),
+forms both.  The inverse is a kernel of its own (`invert_kernel`): it needs few registers and no channels.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from .hopper import LOG2E, bf16, exp2, fp32, rcp, sigmoid
+
+TILE = gl.constexpr(gl.BlockedLayout([4, 8], [8, 4], [1, 4], [1, 0]))
+TOKEN = gl.constexpr(gl.SliceLayout(1, TILE.value))
+CHANNEL = gl.constexpr(gl.SliceLayout(0, TILE.value))
+ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _load(ptr, st, off, d, live):
+    r = gl.expand_dims(off + gl.arange(0, 32, TOKEN), 1)
+    return fp32(gl.load(ptr + (r * st + d), mask=live, other=0.0))
+
+
+@gluon.jit
+def _gate(z_ptr, st, off, d, live, bias, rate, bound):
+    return gl.where(live, (bound * LOG2E) * sigmoid(_load(z_ptr, st, off, d, live) + bias, rate), 0.0)
+
+
+@gluon.jit
+def _sums(g):
+    """Per channel, over the half's tokens: the first 16, and all."""
+    early = gl.expand_dims(gl.arange(0, 32, TOKEN), 1) < 16
+    return (gl.expand_dims(gl.sum(gl.where(early, g, 0.0), axis=0), 0), gl.expand_dims(gl.sum(g, axis=0), 0))
+
+
+@gluon.jit
+def _normalised(x, row_ptr, scale):
+    r = gl.rsqrt(gl.sum(x * x, axis=1) + 1e-6)
+    gl.store(row_ptr + gl.arange(0, 32, TOKEN), r)
+    return x * gl.expand_dims(r * scale, 1)
+
+
+@gluon.jit
+def prep_hopper_kernel(q_ptr, k_ptr, z_ptr, beta_ptr, A_log_ptr, bias_ptr, table_ptr,
+                       Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, L_ptr, gam_ptr, row_ptr,
+                       q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, b_sb, b_st, b_sh,
+                       T, NT, HV, scale, bound,
+                       GROUP: gl.constexpr, K: gl.constexpr, VARLEN: gl.constexpr):
+    pid = gl.program_id(0)
+    hv = pid % HV
+    cg = pid // HV
+    tile = pid.to(gl.int64)
+    if VARLEN:
+        row0 = gl.load(table_ptr + cg * 2)
+        n = gl.load(table_ptr + cg * 2 + 1)
+        if n <= 0:
+            return
+        r64 = row0.to(gl.int64)
+    else:
+        row0 = (cg % NT) * 64
+        n = gl.minimum(T - row0, 64)
+        r64 = row0.to(gl.int64)
+        b64 = (cg // NT).to(gl.int64)
+        q_ptr += b64 * q_sb
+        k_ptr += b64 * k_sb
+        z_ptr += b64 * z_sb
+        beta_ptr += b64 * b_sb
+    h64 = (hv // GROUP).to(gl.int64)
+    q_ptr += r64 * q_st + h64 * q_sh
+    k_ptr += r64 * k_st + h64 * k_sh
+    z_ptr += r64 * z_st + hv.to(gl.int64) * z_sh
+    beta_ptr += r64 * b_st + hv.to(gl.int64) * b_sh
+    rp = row_ptr + tile * 512
+    t = gl.arange(0, 32, TOKEN)
+    dc = gl.arange(0, 128, CHANNEL)
+    d = gl.expand_dims(dc, 0)
+    live0 = gl.expand_dims(t, 1) < n
+    live1 = gl.expand_dims(t + 32, 1) < n
+    rate = exp2(gl.minimum(gl.load(A_log_ptr + hv).to(gl.float32) * LOG2E, 99.0))
+    bias = gl.expand_dims(gl.load(bias_ptr + hv * K + dc).to(gl.float32), 0)
+    one = gl.full([32], 1.0, gl.float32, TOKEN)
+    beta0 = gl.load(beta_ptr + t * b_st, mask=t < n, other=0.0).to(gl.float32)
+    beta1 = gl.load(beta_ptr + (t + 32) * b_st, mask=t + 32 < n, other=0.0).to(gl.float32)
+    gl.store(rp + t, gl.where(t < n, sigmoid(beta0, one), 0.0))
+    gl.store(rp + 32 + t, gl.where(t + 32 < n, sigmoid(beta1, one), 0.0))
+
+    queries = gl.allocate_shared_memory(gl.bfloat16, [64, 128], OPERAND)
+    across = gl.allocate_shared_memory(gl.bfloat16, [64, 128], OPERAND)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [32, 128], OPERAND)
+    ends = gl.allocate_shared_memory(gl.bfloat16, [32, 128], OPERAND)
+    so = tile * (64 * K) + (gl.expand_dims(t, 1) * K + d)
+    zero = gl.full([64, 32], 0.0, gl.float32, ACC)
+
+    # the second half's gates first: the first half needs their sum
+    g1 = _gate(z_ptr, z_st, 32, d, live1, bias, rate, bound)
+    mid1, end1 = _sums(g1)
+    g0 = _gate(z_ptr, z_st, 0, d, live0, bias, rate, bound)
+    mid0, end0 = _sums(g0)
+    up = exp2(gl.associative_scan(g0, 0, _add) - mid0)
+    down = rcp(up)
+    start = exp2(mid0)
+    stop = exp2(end0 - mid0)
+    after = exp2(end1)
+    k = _normalised(_load(k_ptr, k_st, 0, d, live0), rp + 128, 1.0)
+    x = k * up
+    queries.slice(32, 32).store(bf16(x))
+    gl.store(Kp_ptr + so, bf16(x * start))
+    x = k * down
+    keys.store(bf16(x))
+    x = x * stop
+    ends.store(bf16(x))
+    gl.store(Kb_ptr + so, bf16(x * after))
+    q = _normalised(_load(q_ptr, q_st, 0, d, live0), rp + 64, 1.0) * scale
+    x = q * up
+    queries.slice(0, 32).store(bf16(x))
+    gl.store(Qp_ptr + so, bf16(x * start))
+    fence_async_shared()
+    gl.thread_barrier()
+    acc0 = warpgroup_mma(queries, keys.permute([1, 0]), zero, is_async=False)
+
+    before = exp2(end0)
+    gl.store(gam_ptr + tile * K + d, before * after)
+    up = exp2(gl.associative_scan(g1, 0, _add) - mid1)
+    down = rcp(up)
+    start = exp2(mid1)
+    stop = exp2(end1 - mid1)
+    k = _normalised(_load(k_ptr, k_st, 32, d, live1), rp + 160, 1.0)
+    x = k * up
+    queries.slice(32, 32).store(bf16(x))
+    x = x * start
+    across.slice(32, 32).store(bf16(x))
+    gl.store(Kp_ptr + 32 * K + so, bf16(x * before))
+    x = k * down
+    keys.store(bf16(x))
+    gl.store(Kb_ptr + 32 * K + so, bf16(x * stop))
+    q = _normalised(_load(q_ptr, q_st, 32, d, live1), rp + 96, 1.0) * scale
+    x = q * up
+    queries.slice(0, 32).store(bf16(x))
+    x = x * start
+    across.slice(0, 32).store(bf16(x))
+    gl.store(Qp_ptr + 32 * K + so, bf16(x * before))
+    fence_async_shared()
+    gl.thread_barrier()
+    accx = warpgroup_mma(across, ends.permute([1, 0]), zero, is_async=False)
+    acc1 = warpgroup_mma(queries, keys.permute([1, 0]), zero, is_async=False)
+
+    i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
+    j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, ACC)), 0)
+    ao = tile * 4096 + (i * 64 + j)
+    query = i + j * 0 < 32
+    gl.store(A_ptr + ao, gl.where(i >= j, acc0, 0.0).to(gl.bfloat16), mask=query)
+    gl.store(A_ptr + ao + 32, (zero * 0.0).to(gl.bfloat16), mask=query)
+    gl.store(A_ptr + ao + 2048, accx.to(gl.bfloat16), mask=query)
+    gl.store(A_ptr + ao + 2080, gl.where(i >= j, acc1, 0.0).to(gl.bfloat16), mask=query)
+    lo = tile * 3072 + (i * 32 - 1024 + j)
+    key = i + j * 0 >= 32
+    gl.store(L_ptr + lo, gl.where(i - 32 > j, acc0, 0.0).to(gl.float16), mask=key)
+    gl.store(L_ptr + lo + 1024, gl.where(i - 32 > j, acc1, 0.0).to(gl.float16), mask=key)
+    gl.store(L_ptr + lo + 2048, accx.to(gl.float16), mask=key)
+
+
+@triton.jit
+def _inverse(L, I, J):
+    M = tl.where(I == J, 1.0, 0.0) - tl.where((I // 2) == (J // 2), L, 0.0)
+    for lg in tl.static_range(1, 5):
+        pair = ((I >> (lg + 1)) == (J >> (lg + 1))) & ((I >> lg) > (J >> lg))
+        Mh = M.to(tl.float16)
+        M -= tl.dot(tl.dot(Mh, tl.where(pair, L, 0.0).to(tl.float16)).to(tl.float16), Mh)
+    return M
+
+
+@triton.jit(do_not_specialize=["HV"])
+def invert_kernel(L_ptr, row_ptr, table_ptr, M_ptr, HV, VARLEN: tl.constexpr):
+    """M = (I + beta L)^-1 of a chunk from the three blocks of L (fp16)."""
+    pid = tl.program_id(0)
+    if VARLEN:
+        if tl.load(table_ptr + (pid // HV) * 2 + 1) <= 0:
+            return
+    tile = tl.cast(pid, tl.int64)
+    t = tl.arange(0, 32)
+    I = t[:, None]
+    J = t[None, :]
+    lp = L_ptr + tile * 3072 + I * 32 + J
+    beta0 = tl.load(row_ptr + tile * 512 + t)[:, None]
+    beta1 = tl.load(row_ptr + tile * 512 + 32 + t)[:, None]
+    L0 = tl.load(lp).to(tl.float32) * beta0
+    L1 = tl.load(lp + 1024).to(tl.float32) * beta1
+    Lx = tl.load(lp + 2048).to(tl.float32) * beta1
+    mp = M_ptr + tile * 4096 + I * 64 + J
+    M0 = _inverse(L0, I, J)
+    M1 = _inverse(L1, I, J)
+    t = tl.dot(Lx.to(tl.float16), M0.to(tl.float16))
+    Mx = tl.dot(M1.to(tl.float16), t.to(tl.float16))
+    tl.store(mp, M0.to(tl.bfloat16))
+    tl.store(mp + 32, tl.zeros((32, 32), tl.bfloat16))
+    tl.store(mp + 2048, (-Mx).to(tl.bfloat16))
+    tl.store(mp + 2080, M1.to(tl.bfloat16))
