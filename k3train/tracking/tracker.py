@@ -54,8 +54,7 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a step: numbers, lists (one value a layer) or matrices as nested lists."""
-        self.writer.write(step, metrics)
-        self.mirror.log(step, metrics)
+        self.mirror.log_line(step, self.writer.write(step, metrics))
 
     def event(self, kind: str, message: str, step: int) -> None:
         """Record something that happened: `skip`, `preempt`, `save`, `config`, ... with a sentence."""

@@ -163,7 +163,12 @@ class WandbMirror:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Queue the metrics of a step; `step` may not decrease (older ones are left out by the child, and counted)."""
         if self._child is not None:
-            self._put(encode_line({"kind": "log", "step": int(step), "metrics": dict(metrics)}))
+            self.log_line(step, encode_line(metrics))
+
+    def log_line(self, step: int, line: bytes) -> None:
+        """Queue a line of `metrics.jsonl` as it is, so that a large matrix is encoded once."""
+        if self._child is not None:
+            self._put(b'{"kind": "log", "step": %d, "metrics": %b}\n' % (step, line.rstrip()))
 
     def event(self, kind: str, message: str, step: int) -> None:
         """Queue an event; it joins the next logged step."""

@@ -98,6 +98,8 @@ class Mirror:
         row: dict[str, Any] = dict(self.extras)
         self.extras.clear()
         for key, value in metrics.items():
+            if key in ("step", "time"):
+                continue
             row.update(self._spread(key, value, step))
         self.run.log(row, step=step)
         self.current = self.last_step = step

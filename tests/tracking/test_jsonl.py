@@ -54,6 +54,26 @@ def test_numpy_values_are_written_as_numbers() -> None:
     assert line == {"a": 0.5, "b": [0, 1, 2], "c": 7}
 
 
+def test_a_large_matrix_is_rounded_as_a_small_one_is() -> None:
+    values = np.random.default_rng(0).lognormal(0, 3, (40, 50)) * np.asarray([1.0, -1.0] * 25)
+    values[0, :3] = [0.0, 1e-30, 1e30]
+    large = json.loads(encode_line({"m": values}))["m"]
+    small = json.loads(encode_line({"m": [row[None] for row in values]}))["m"]
+    np.testing.assert_allclose(large, [row[0] for row in small], rtol=1e-12)
+    assert large[1][1] == small[1][0][1]
+
+
+def test_a_large_matrix_with_a_nan_or_uneven_rows_is_written_too(tmp_path: Path) -> None:
+    matrix = np.ones((40, 50))
+    matrix[3, 4] = np.nan
+    uneven = [[1.0] * 60, *([0.5] * n for n in range(1, 40))]
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    writer.write(1, {"a": matrix, "b": uneven})
+    writer.close()
+    (record,) = read_jsonl(tmp_path / "m.jsonl")
+    assert math.isnan(record["a"][3][4]) and record["a"][0][0] == 1.0 and record["b"] == uneven
+
+
 def test_an_object_that_is_no_metric_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="object"):
         encode_line({"a": object()})
