@@ -97,6 +97,10 @@ def _tiles(x: Tensor) -> Tensor:
 def decayed_products(q: Tensor, k: Tensor, decays: Decays) -> tuple[Tensor, Tensor]:
     """Strictly lower q_i . k_j e^(G_i - G_j) and k_i . k_j e^(G_i - G_j), both [X, C, C]."""
     X, C, K = q.shape
+    if decays.tile is not None and C == TILE:
+        row, key = (x.view(X, C, K) for x in decays.tile)
+        keys = (k * key).mT
+        return torch.tril(q * row @ keys, -1), torch.tril(k * row @ keys, -1)
     qk, kk = q.new_zeros(X, C, C), q.new_zeros(X, C, C)
     if decays.tile is not None:
         row, key = decays.tile

@@ -25,7 +25,7 @@ class ChunkPlan:
     gather_value: Tensor  # [chunks * HV * C] row of [T, HV, *] for each row of the chunk list
     gather_key: Tensor  # the same for [T, H, *]: heads repeated for their group of value heads
     scatter: Tensor  # [T * HV] row of the chunk list for each row of [T, HV, *]
-    padding: Tensor | None  # [chunks, 1, C, 1] true on rows past the document's end; None when there are none
+    padding: Tensor  # [any] rows of the chunk list that lie past their document's end
 
     @property
     def chunks(self) -> int:
@@ -59,8 +59,8 @@ class ChunkPlan:
 
     def clear_padding(self, x: Tensor) -> Tensor:
         """Zeroes the padded rows of [chunks * HV, C, D] in place."""
-        if self.padding is not None:
-            x.view(self.chunks, -1, *x.shape[1:]).masked_fill_(self.padding, 0)
+        if self.padding.numel():
+            x.view(-1, x.shape[-1]).index_fill_(0, self.padding, 0)
         return x
 
     def to_stream(self, x: Tensor, value_heads: int, heads: int) -> Tensor:
@@ -115,5 +115,5 @@ def plan_chunks(
         gather_value=gather_value.flatten().to(device),
         gather_key=gather_key.flatten().to(device),
         scatter=scatter.to(device),
-        padding=padding.view(-1, 1, chunk, 1).to(device) if bool(padding.any()) else None,
+        padding=(~valid).flatten().nonzero().flatten().to(device),
     )
