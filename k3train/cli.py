@@ -92,7 +92,7 @@ def run_composed(name: str, rest: list[str]) -> int | None:
         signals.listen()
         if "-m" in rest or "--multirun" in rest:
             raise ConfigError("-m starts jobs by itself: run the sweep outside torchrun and srun")
-        config = launch.share_config(place, lambda: _only(compose_argv(name, rest)))
+        config = launch.share_config(place, lambda: with_proposed_layout(_only(compose_argv(name, rest)), place.world))
         if place.rank == 0:
             print(f"{place.describe()}", flush=True)
         return verbs.call(name, config)
@@ -110,7 +110,7 @@ def start(name: str, config: Config, overrides: list[str], *, fresh: bool = Fals
     place = launch.find_place()
     world = 1
     if verbs.VERBS[name].ranks:
-        if config.checkpoint.resume:
+        if name == "train" and config.checkpoint.resume:
             check_run_folder(config)
         config = with_proposed_layout(config, place.world if place else None)
         world = checks.ranks(config, place.world if place else None)

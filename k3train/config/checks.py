@@ -129,25 +129,26 @@ def check_corpus(config: Config) -> None:
     if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
         raise DataError(f"data.tokenizer={data.tokenizer} is not a file; give a Hugging Face tokenizer.json, or null")
     if data.prefix is not None:
-        missing = [s for s in (".bin", ".idx") if not Path(f"{Path(data.prefix).expanduser()}{s}").is_file()]
-        if missing:
+        prefix = Path(data.prefix).expanduser()
+        if not ((prefix / "manifest.json").is_file() or Path(f"{prefix}.bin").is_file()):
             raise DataError(
-                f"data.prefix={data.prefix}: {data.prefix}{missing[0]} is not there; `k3train data prepare input=... "
-                f"output={data.prefix}` makes it"
+                f"data.prefix={data.prefix} is no prepared dataset; make one with `k3train data prepare input=... "
+                f"output={data.prefix}`"
             )
         return
-    if data.corpus == "default" or data.corpus.startswith("recall:"):
+    named = [part.strip() for part in data.corpus.split(",")]
+    if "default" in named or data.corpus.startswith("recall:"):
         return
-    files = list(_corpus_files(data.corpus))
+    files = _corpus_files(named)
     if not files:
         raise DataError(f"data.corpus={data.corpus} matches no file; give text files, a glob, a folder, or default")
     if not any(f.stat().st_size for f in files):
         raise DataError(f"data.corpus={data.corpus} matches {len(files)} files, all empty")
 
 
-def _corpus_files(corpus: str) -> list[Path]:
+def _corpus_files(named: list[str]) -> list[Path]:
     found: list[Path] = []
-    for word in corpus.replace(",", " ").split():
+    for word in named:
         path = Path(word).expanduser()
         if path.is_dir():
             found += [p for p in path.rglob("*") if p.is_file()]
@@ -161,6 +162,7 @@ def _corpus_files(corpus: str) -> list[Path]:
 
 
 _POSITIVE = [
+    "cluster.gpu_memory_gb",
     "model.vocab_size", "model.hidden_size", "model.dense_hidden", "model.residual_block", "model.kda.heads",
     "model.kda.head_dim", "model.kda.conv_size", "model.mla.heads", "model.mla.q_lora_rank", "model.mla.kv_lora_rank",
     "model.mla.nope_dim", "model.mla.v_dim", "model.moe.experts", "model.moe.top_k", "model.moe.expert_hidden",

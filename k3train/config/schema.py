@@ -200,6 +200,7 @@ class ClusterConfig:
     name: str = "local"
     nodes: int = 1
     gpus_per_node: int = 8  # 0: CPU ranks
+    gpu_memory_gb: float = 141.0  # memory of one GPU (H200), for plans and parallel=auto
     ranks_per_node: int | None = None  # null: gpus_per_node
     partition: str | None = None
     account: str | None = None

@@ -13,6 +13,8 @@ from k3train import launch
 from k3train.config.compose import compose
 from k3train.errors import EnvironmentError_
 
+TWO = ["parallel.data=2", "train.micro_batch=1"]
+
 
 def test_one_rank_runs_in_the_process_itself(fake: Any) -> None:
     done = fake.run("train", "model.kda.decay_bound=null")
@@ -22,7 +24,7 @@ def test_one_rank_runs_in_the_process_itself(fake: Any) -> None:
 
 
 def test_a_layout_of_two_ranks_starts_two_processes_with_the_resolved_configuration(fake: Any) -> None:
-    done = fake.run("train", "parallel.data=2", "model.kda.decay_bound=-4")
+    done = fake.run("train", *TWO, "model.kda.decay_bound=-4")
     assert done.returncode == 0, done.stderr
     seen = fake.seen()
     assert [(s["rank"], s["world"], s["bound"]) for s in seen] == [(0, 2, -4.0), (1, 2, -4.0)]
@@ -50,7 +52,7 @@ def test_a_layout_of_two_ranks_starts_two_processes_with_the_resolved_configurat
 )
 def test_first_error_is_on_top_and_no_rank_is_left(fake: Any, orders: str, code: int, message: str) -> None:
     begun = time.monotonic()
-    done = fake.run("train", "parallel.data=2", FAKE_DO=orders)
+    done = fake.run("train", *TWO, FAKE_DO=orders)
     assert time.monotonic() - begun < 60
     assert done.returncode == code, done.stderr
     assert message in done.stderr and done.stderr.startswith("k3train: rank")
@@ -60,7 +62,7 @@ def test_first_error_is_on_top_and_no_rank_is_left(fake: Any, orders: str, code:
 
 @pytest.mark.parametrize(
     ("number", "layout"),
-    [(signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGUSR1, ["parallel.data=2"])],
+    [(signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGUSR1, TWO)],
     ids=["TERM to one process", "INT to one process", "USR1 to two ranks"],
 )
 def test_signals_reach_every_rank_and_the_requeue_code_comes_back(fake: Any, number: int, layout: list[str]) -> None:
@@ -75,7 +77,7 @@ def test_signals_reach_every_rank_and_the_requeue_code_comes_back(fake: Any, num
 
 
 def test_ranks_end_when_the_launcher_is_killed(fake: Any) -> None:
-    process = fake.start("train", "parallel.data=2", FAKE_DO="wait_for_signal")
+    process = fake.start("train", *TWO, FAKE_DO="wait_for_signal")
     until = time.monotonic() + 60
     while len(list(fake.out.glob("ready.*"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
@@ -90,7 +92,7 @@ def test_another_model_in_the_run_folder_is_refused_before_ranks_start(fake: Any
     from k3train.config.compose import save_resolved
 
     save_resolved(compose(), fake.folder / "runs/k3_tiny/config.yaml")
-    done = fake.run("train", "parallel.data=2", "model.situ_beta=3")
+    done = fake.run("train", *TWO, "model.situ_beta=3")
     assert done.returncode == launch.EXIT_USER and "model.situ_beta: saved 4.0, asked 3.0" in done.stderr
     assert fake.seen() == []
 
@@ -149,7 +151,7 @@ def test_torchrun_hands_rank_zeros_configuration_to_the_others(fake: Any) -> Non
     """Ranks above 0 never read their arguments: one is given nonsense and still gets rank 0's configuration."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "LOCAL_WORLD_SIZE": "2"}
     one = fake.start("train", "nonsense=1", **shared, RANK="1", LOCAL_RANK="1")
-    zero = fake.start("train", "parallel.data=2", "model.kda.decay_bound=-3", **shared, RANK="0", LOCAL_RANK="0")
+    zero = fake.start("train", *TWO, "model.kda.decay_bound=-3", **shared, RANK="0", LOCAL_RANK="0")
     said = zero.communicate(timeout=120)
     also = one.communicate(timeout=120)
     assert (zero.returncode, one.returncode) == (0, 0), said[1] + also[1]

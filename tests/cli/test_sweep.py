@@ -71,6 +71,6 @@ def test_a_failed_job_does_not_stop_the_sweep_and_shows_in_the_code(fake: Any) -
 
 
 def test_a_job_of_two_ranks_starts_them(fake: Any) -> None:
-    done = fake.run("train", "-m", "parallel.data=2", "train.steps=3,4")
+    done = fake.run("train", "-m", "parallel.data=2", "train.micro_batch=1", "train.steps=3,4")
     assert done.returncode == 0, done.stderr
     assert [(s["rank"], s["world"]) for s in fake.seen()] == [(0, 2), (1, 2)] * 2
