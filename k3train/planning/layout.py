@@ -48,9 +48,8 @@ def resolve_auto(config: Config, world: int | None = None) -> tuple[Config, str]
     checks.check(best.config, ranks)
     others = "; ".join(f"{c.sizes()} {c.seconds:.3g} s {c.gigabytes:.0f} GB" for c in found[1:3])
     why = (
-        f"parallel.auto on {ranks} ranks: {best.sizes()}, of {len(found)} layouts that fit the simplest of the fastest by "
-        f"estimate "
-        f"({best.seconds:.3g} s a step, {best.gigabytes:.1f} of {limit:.0f} GB)"
+        f"parallel.auto on {ranks} ranks: {best.sizes()}, of {len(found)} layouts that fit the simplest of the fastest "
+        f"by estimate ({best.seconds:.3g} s a step, {best.gigabytes:.1f} of {limit:.0f} GB)"
         + (f"; next: {others}" if others else "")
         + f" ({time.assumptions()})"
     )
@@ -60,7 +59,7 @@ def resolve_auto(config: Config, world: int | None = None) -> tuple[Config, str]
 def candidates(config: Config, world: int, limit: float | None) -> list[Candidate]:
     """Layouts that the checks accept and that fit `limit` GB (None: any), fastest first.
 
-    Estimates within NEAR of the fastest count as equal: among them the layout that splits the fewest things comes first.
+    Estimates within NEAR of the fastest count as equal: of these the layout that splits the fewest things is first.
     """
     found = []
     for sizes, micro_batch in itertools.product(_sizes(config, world), _micro_batches(config)):
