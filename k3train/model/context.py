@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from k3train.config.schema import ModelConfig
 from k3train.parallel.layout import Layout
@@ -27,11 +28,13 @@ class ModelContext:
     dtype: torch.dtype
     device: torch.device
     recompute: str = "none"
+    recomputing: bool = False
+    """True while a backward computes activations again: tokens are not counted and nothing is recorded."""
     probe: Callable[[str, torch.Tensor], None] | None = None
     """When set, modules hand it named intermediate tensors (for goldens and statistics)."""
 
     def record(self, name: str, value: torch.Tensor) -> None:
-        if self.probe is not None:
+        if self.probe is not None and not self.recomputing:
             self.probe(name, value.detach())
 
 
@@ -41,12 +44,14 @@ class PackedStream:
 
     cu_seqlens: int32 [N+1], 0 ... T. sequence_length: T is b sequences of this many tokens and no document crosses
     one (0: unknown). valid: bool [T] of this rank, False for padding that balancing must not count, or None.
+    attend: replaces every sequence mixer's forward, for decoding against a cache; called with the module and its input.
     """
 
     cu_seqlens: torch.Tensor
     total: int
     sequence_length: int = 0
     valid: torch.Tensor | None = None
+    attend: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     cache: dict[str, object] = field(default_factory=dict)
 
     def document_ids(self) -> torch.Tensor:

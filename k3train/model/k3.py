@@ -9,6 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from k3train.config.schema import expand_pattern
+from k3train.model import recompute
 from k3train.model.attention_residuals import DepthAttention, DepthState, tensors_before_layer
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.layer import K3Layer
@@ -80,9 +81,7 @@ class K3Model(MegatronModule):
         return logits if labels is None else self.token_loss(logits, labels)
 
     def run_layers(self, state: DepthState, stream: PackedStream) -> DepthState:
-        for layer in self.layers.values():
-            state = layer(state, stream)
-        return state
+        return recompute.run_layers(self.ctx, list(self.layers.values()), state, stream)  # type: ignore[arg-type]
 
     def read_out(self, state: DepthState) -> torch.Tensor:
         if self.ctx.model.attention_residuals == "off":

@@ -14,6 +14,7 @@ from k3kernels.kda import kda
 from k3kernels.norm import gated_rms_norm
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.parameters import ParameterSpec, new_parameter
+from k3train.model.recompute import elementwise
 from k3train.parallel import context as context_parallel
 
 
@@ -76,8 +77,11 @@ class KDA(nn.Module):
         if self.ctx.probe is not None:
             self.ctx.record(f"log_decay.{self.layer}", self.log_decay(z))
         gate = self.output_gate(x, entered).view(-1, self.heads, self.head_dim)
-        out = gated_rms_norm(out, gate, self.o_norm, eps=self.ctx.model.norm_eps)
+        out = elementwise(self.ctx, self.normed, out, gate)
         return self.o_proj(out.reshape(out.shape[0], -1))
+
+    def normed(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_rms_norm(out, gate, self.o_norm, eps=self.ctx.model.norm_eps)
 
     def recurrence(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, *,

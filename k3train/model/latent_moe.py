@@ -15,6 +15,7 @@ from k3train.model import quantile_balancing
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.mlp import GatedMLP
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
+from k3train.model.recompute import elementwise
 from k3train.model.situ import gated_activation
 
 
@@ -43,8 +44,7 @@ class Router(nn.Module):
         """[T_local, d] -> weights fp32 [T_local, E] (zero where not selected), selection bool [T_local, E]."""
         model, moe = self.ctx.model, self.ctx.model.moe
         scores = torch.sigmoid(nn.functional.linear(x.float(), self.weight.float()))
-        # under recomputation the first pass runs without gradients: each token is counted in the pass that has them
-        counting = self.training and torch.is_grad_enabled()
+        counting = self.training and torch.is_grad_enabled() and not self.ctx.recomputing  # each token once
         with torch.no_grad():
             experts, r = quantile_balancing.required_bias(scores.detach(), self.bias, moe.top_k)
             if self.forced is not None:
@@ -103,8 +103,11 @@ class Experts(nn.Module):
     def forward(self, z: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """z [N, latent] sorted by expert, counts int [E_local], probs fp32 [N] -> [N, latent]."""
         linear = self.ctx.backend.grouped_linear
-        hidden = gated_activation(self.ctx.model, linear(z, self.w1, counts), linear(z, self.w3, counts))
-        hidden = (hidden.float() * probs[:, None]).to(z.dtype)
+
+        def activate(gate: torch.Tensor, up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+            return (gated_activation(self.ctx.model, gate, up).float() * probs[:, None]).to(z.dtype)
+
+        hidden = elementwise(self.ctx, activate, linear(z, self.w1, counts), linear(z, self.w3, counts), probs)
         return linear(hidden, self.w2, counts)
 
 
@@ -136,7 +139,7 @@ class LatentMoE(nn.Module):
         z = x if moe.latent is None else self.latent_down(x)
         out = self.routed(z, weights, selected)
         if moe.latent is not None:
-            out = self.latent_up(self.latent_norm(out) if moe.latent_norm else out)
+            out = self.latent_up(elementwise(self.ctx, self.latent_norm, out) if moe.latent_norm else out)
         if moe.shared_experts:
             out = out + self.shared_experts(x)
         return out

@@ -11,6 +11,7 @@ from k3train.model.gated_mla import GatedMLA
 from k3train.model.latent_moe import LatentMoE
 from k3train.model.mixers import make_mixer
 from k3train.model.mlp import GatedMLP
+from k3train.model.recompute import elementwise
 
 
 class K3Layer(nn.Module):
@@ -34,19 +35,29 @@ class K3Layer(nn.Module):
     def forward(self, state: DepthState, stream: PackedStream) -> DepthState:
         """Spec 4.2: mix, close the block when one begins here, attend, mix, feed forward."""
         mode = self.ctx.model.attention_residuals
-        assert state.partial is not None
-        h = state.partial if mode == "off" else self.attention_residual(state)
+        x = self.read(state, "attention_residual", self.input_norm)
         if mode == "full" or (mode == "block" and self.index % self.ctx.model.residual_block == 0):
             state.close_block()
-        state.add(self.attention(self.input_norm(h), stream))
-        assert state.partial is not None
-        h = state.partial if mode == "off" else self.mlp_residual(state)
+        state.add(self.attend(x, stream))
+        x = self.read(state, "mlp_residual", self.post_attention_norm)
         if mode == "full":
             state.close_block()
-        state.add(self.feed_forward(self.post_attention_norm(h), stream))
+        state.add(self.feed_forward(x, stream))
         assert state.partial is not None
         self.ctx.record(f"hidden.{self.index}", state.partial)
         return state
+
+    def read(self, state: DepthState, mix: str, norm: nn.Module) -> torch.Tensor:
+        """What a sublayer sees: the normed mix over depth, or the normed residual stream without mixes."""
+
+        def normed(*sources: torch.Tensor) -> torch.Tensor:
+            off = self.ctx.model.attention_residuals == "off"
+            return norm(sources[-1] if off else getattr(self, mix)(DepthState(list(sources))))
+
+        return elementwise(self.ctx, normed, *state.sources())
+
+    def attend(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
+        return self.attention(x, stream) if stream.attend is None else stream.attend(self.attention, x)
 
     def feed_forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         return self.mlp(x) if self.index < self.ctx.model.dense_layers else self.moe(x, stream)

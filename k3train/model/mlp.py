@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from k3train.model.context import ModelContext
+from k3train.model.recompute import elementwise
 from k3train.model.situ import gated_activation
 
 
@@ -23,4 +26,5 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor, *, entered: torch.Tensor | None = None) -> torch.Tensor:
         """`entered` is x already inside the tensor-parallel region, when the caller has it."""
         x = self.ctx.layout.enter_tensor_parallel(x) if entered is None else entered
-        return self.down_proj(gated_activation(self.ctx.model, self.gate_proj(x), self.up_proj(x)))
+        activate = partial(gated_activation, self.ctx.model)
+        return self.down_proj(elementwise(self.ctx, activate, self.gate_proj(x), self.up_proj(x)))

@@ -1,0 +1,79 @@
+"""Activations computed again in the backward instead of kept (`train.recompute`).
+
+full: every layer keeps only the depth state it was given. unit: every four layers do (KKKF). selective: only the
+element-wise parts are computed again: the mixes over depth, norms, gated units and gates, which are a large share of
+the activations and almost none of the work. All give the losses and gradients of `none` to the last bit on one device:
+the graph stays the same, only what its nodes saved is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from k3train.model.attention_residuals import DepthState
+
+if TYPE_CHECKING:
+    from k3train.model.context import ModelContext, PackedStream
+    from k3train.model.layer import K3Layer
+
+UNIT = 4  # layers
+
+
+@contextmanager
+def _again(ctx: ModelContext) -> Iterator[None]:
+    """Marks the second pass: nothing is counted or recorded twice."""
+    before, ctx.recomputing = ctx.recomputing, True
+    try:
+        yield
+    finally:
+        ctx.recomputing = before
+
+
+def region(ctx: ModelContext, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """function(*tensors) without its intermediates; parameters may come by closure."""
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    # the second pass runs to its end, so that its collectives are the same on every rank whatever each one saved
+    return checkpoint(
+        function, *tensors, use_reentrant=False, preserve_rng_state=False, early_stop=False,
+        context_fn=lambda: (nullcontext(), _again(ctx)),
+    )  # fmt: skip
+
+
+def elementwise(ctx: ModelContext, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """function(*tensors), a cheap function of large tensors, computed again under `selective`."""
+    return region(ctx, function, *tensors) if ctx.recompute == "selective" else function(*tensors)
+
+
+def run_layers(ctx: ModelContext, layers: list[K3Layer], state: DepthState, stream: PackedStream) -> DepthState:
+    """The layers in order, in regions of one (full) or of a unit; units are cut at global multiples of four layers."""
+    size = {"full": 1, "unit": UNIT}.get(ctx.recompute, 0)
+    first = 0
+    while first < len(layers):
+        last = first + 1
+        while size > 1 and last < len(layers) and layers[last].index // size == layers[first].index // size:
+            last += 1
+        state = _layers_region(ctx, layers[first:last], state, stream, recompute=size > 0)
+        first = last
+    return state
+
+
+def _layers_region(
+    ctx: ModelContext, layers: list[K3Layer], state: DepthState, stream: PackedStream, *, recompute: bool
+) -> DepthState:
+    def forward(*sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inner = DepthState(list(sources[:-1]), sources[-1])
+        for layer in layers:
+            inner = layer(inner, stream)
+        assert inner.partial is not None
+        return (*inner.bank, inner.partial)
+
+    assert state.partial is not None
+    sources = (*state.bank, state.partial)
+    out = region(ctx, forward, *sources) if recompute else forward(*sources)
+    return DepthState(list(out[:-1]), out[-1])

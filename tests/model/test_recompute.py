@@ -1,0 +1,102 @@
+"""Recomputation changes what is kept, and nothing else: losses, gradients and counts to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from k3train.model.build import build_chunks, chunks_of_rank, make_context
+from k3train.model.context import PackedStream
+from k3train.model.k3 import K3Model
+from k3train.model.latent_moe import Router
+from k3train.model.parameters import initialize_parameters
+from k3train.parallel.layout import Layout
+from tests.parallel.tiny import micro_batch, tiny_model
+
+MODES = ["full", "unit", "selective"]
+
+
+def build(
+    layout: Layout, recompute: str, attention_residuals: str = "block", dtype: torch.dtype = torch.float32
+) -> K3Model:
+    model = dataclasses.replace(tiny_model(), attention_residuals=attention_residuals)
+    ctx = make_context(model, layout, dtype, torch.device("cpu"), recompute=recompute)
+    built = build_chunks(ctx, chunks_of_rank(model, layout.sizes, 0, None), seed=0)[0].train()
+    initialize_parameters(built, layout, seed=5)
+    with torch.no_grad():  # queries that act
+        for name, p in built.named_parameters():
+            if name.endswith("query"):
+                p.copy_(torch.linspace(-0.5, 0.5, p.numel()))
+    return built
+
+
+def run(model: K3Model, *, steps: int = 1) -> dict[str, Any]:
+    """Losses of the tokens, gradients, counts; elements and bytes of what the graph keeps (parameters apart)."""
+    storages: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if not isinstance(t, torch.nn.Parameter):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    batch = micro_batch([0, 1], seed=1)
+    model.zero_grad()
+    for _ in range(steps):
+        stream = PackedStream(batch["cu_seqlens"], batch["tokens"].numel(), 32)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            losses = model(batch["tokens"], batch["labels"], stream)
+        (losses * batch["loss_mask"]).sum().backward()
+    routers = {m.layer: m for m in model.modules() if isinstance(m, Router)}
+    return {
+        "losses": losses.detach(), "gradients": {n: p.grad for n, p in model.named_parameters()},
+        "load": {i: r.load for i, r in routers.items()}, "counts": {i: r.counts for i, r in routers.items()},
+        "kept": sum(storages.values()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("residuals", "dtype"),
+    [("block", torch.float32), ("full", torch.float32), ("off", torch.float32), ("block", torch.bfloat16)],
+    ids=["block residuals", "full residuals", "no residuals", "block residuals in bf16"],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_gradients_and_counts_are_the_same_bits(
+    one_rank: Layout, mode: str, residuals: str, dtype: torch.dtype
+) -> None:
+    want = run(build(one_rank, "none", residuals, dtype), steps=2)
+    got = run(build(one_rank, mode, residuals, dtype), steps=2)
+    assert torch.equal(got["losses"], want["losses"])
+    assert {n for n, g in got["gradients"].items() if g is None or not torch.equal(g, want["gradients"][n])} == set()
+    for what in ("load", "counts"):
+        for layer, value in want[what].items():
+            assert torch.equal(got[what][layer], value), (what, layer)
+            assert what == "counts" or int(value.sum()) == 2 * 64 * 2  # steps, tokens, experts a token
+
+
+def test_each_mode_keeps_less_than_the_one_before(one_rank: Layout) -> None:
+    kept = {mode: run(build(one_rank, mode))["kept"] for mode in ["none", "selective", "full", "unit"]}
+    assert kept["selective"] < 0.75 * kept["none"]
+    assert kept["full"] < 0.25 * kept["none"]
+    assert kept["unit"] < kept["full"]
+
+
+def test_statistics_are_recorded_once(one_rank: Layout) -> None:
+    seen: dict[str, dict[str, int]] = {}
+    for mode in ["none", *MODES]:
+        model = build(one_rank, mode)
+        names = seen.setdefault(mode, {})
+        model.ctx.probe = lambda name, value, names=names: names.__setitem__(name, names.get(name, 0) + 1)
+        run(model)
+    assert set(seen["none"].values()) == {1}
+    assert all(names == seen["none"] for names in seen.values())
+
+
+def test_evaluation_counts_nothing_and_keeps_nothing(one_rank: Layout) -> None:
+    model = build(one_rank, "full").eval()
+    batch = micro_batch([0, 1], seed=1)
+    with torch.no_grad():
+        model(batch["tokens"], batch["labels"], PackedStream(batch["cu_seqlens"], 64, 32))
+    assert all(m.load is None for m in model.modules() if isinstance(m, Router))
