@@ -83,7 +83,8 @@ def pack(tensors: list[torch.Tensor], slots: int) -> torch.Tensor:
     """[T, d] tensors -> [slots * T, 1, d], zero-padded: megatron's schedules move one 3-D tensor."""
     missing = slots - len(tensors)
     tensors = [*tensors, *[torch.zeros_like(tensors[0])] * missing] if missing else tensors
-    return torch.cat(tensors).unsqueeze(1)
+    # not a view: the schedules free its storage once it is sent
+    return torch.cat([t.unsqueeze(1) for t in tensors])
 
 
 def unpack(packed: torch.Tensor, count: int, slots: int) -> list[torch.Tensor]:
