@@ -95,7 +95,8 @@ def verify(path: Path) -> None:
         if not file.is_file():
             raise CheckpointError(f"{path}: {name} is missing")
         if file.stat().st_size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {name} has {file.stat().st_size} bytes, the manifest says {expected['bytes']}")
+            size = file.stat().st_size
+            raise CheckpointError(f"{path}: {name} has {size} bytes, the manifest says {expected['bytes']}")
         if _sha256(file) != expected["sha256"]:
             raise CheckpointError(f"{path}: {name} does not have the checksum of the manifest")
 
@@ -109,6 +110,26 @@ def newest_good(root: Path, say: Callable[[str], None]) -> Found | None:
         except CheckpointError as error:
             say(f"checkpoint damaged, walking back: {error}")
     return None
+
+
+def has_optimizer(path: Path) -> bool:
+    """Whether a checkpoint holds optimizer state; imported weights come without."""
+    return bool(json.loads((path / MANIFEST).read_text()).get("optimizer", True))
+
+
+def locate(path: Path, say: Callable[[str], None]) -> Path:
+    """A checkpoint folder from a run folder, its checkpoints folder, or the checkpoint itself.
+
+    Raises CheckpointError when there is none.
+    """
+    if (path / MANIFEST).is_file():
+        verify(path)
+        return path
+    for root in (path / "checkpoints", path):
+        found = newest_good(root, say)
+        if found is not None:
+            return found.path
+    raise CheckpointError(f"{path} holds no whole checkpoint; give a run folder, or a {PREFIX}* folder with {MANIFEST}")
 
 
 def prune(root: Path, keep_last: int, keep_every: int | None) -> list[Path]:

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import signal
-from types import FrameType
+from typing import Any
 
+from k3train import signals
+from k3train.engine.base import StepResult
 from k3train.train.loop import Callback, Trainer
-
-CAUGHT = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals(Callback):
-    """Idempotent: a signal may come twice, on one rank or on all, at any moment after the handlers are set."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._trainer: Trainer | None = None
-        self._before: dict[int, object] = {}
-        for number in CAUGHT:
-            self._before[number] = signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received == signal.SIGINT:
-            raise KeyboardInterrupt  # a second Ctrl-C does not wait
-        self.received = number
-        if self._trainer is not None:
-            self._trainer.request_stop(signal.Signals(number).name)
+    """Turns a signal noted since the process began into a stop request of this rank."""
 
     def on_start(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        if self.received is not None:
-            trainer.request_stop(signal.Signals(self.received).name)
+        self._ask(trainer)
 
-    def close(self, trainer: Trainer) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)  # type: ignore[arg-type]
+    def on_step(self, trainer: Trainer, result: StepResult, metrics: dict[str, Any]) -> None:
+        self._ask(trainer)
+
+    def _ask(self, trainer: Trainer) -> None:
+        name = signals.asked()
+        if name is not None:
+            trainer.request_stop(name)

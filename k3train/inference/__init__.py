@@ -1,0 +1,1 @@
+"""Generation: the cache, prefill in chunks, decode token by token."""

@@ -1,0 +1,96 @@
+"""The data of a run: prepared once on rank 0, read by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k3train.config.schema import Config
+from k3train.engine.base import Batch
+from k3train.errors import ConfigError
+from k3train.parallel.layout import Layout
+
+
+class Source:
+    """Training micro-batches as the engine takes them."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def batches(self, consumed_samples: int, micro_batches: int) -> Iterator[Batch]:
+        return as_engine_batches(self.loader.batches(consumed_samples, micro_batches))
+
+
+def as_engine_batches(batches: Iterator[Any]) -> Iterator[Batch]:
+    for b in batches:
+        yield {"tokens": b.tokens, "labels": b.labels, "loss_mask": b.loss_mask, "cu_seqlens": b.cu_seqlens}
+
+
+@dataclass
+class RunData:
+    """train: the batch source. held_out(): this rank's validation micro-batches and how many."""
+
+    train: Source
+    held_out: Callable[[], tuple[Iterator[Batch], int]] | None  # None where nothing is held out
+    tokenizer: Path
+    tokens_per_byte: float
+    unigram_loss: float | None
+
+
+def prepare_data(config: Config, layout: Layout, device: torch.device, say: Callable[[str], None]) -> RunData:
+    """Tokenize the corpus once (rank 0; found again by its contents), then open it on every rank.
+
+    Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
+    """
+    from k3data.dataset import TextDataset, open_corpus
+    from k3data.loader import GlobalBatchLoader, evaluation_batches, evaluation_steps
+
+    data, train, model = config.data, config.train, config.model
+    manifest = open_corpus(
+        [part.strip() for part in data.corpus.split(",")], prefix=data.prefix, tokenizer=data.tokenizer, vocab_size=model.vocab_size,
+        validation_fraction=data.validation_fraction, text_field=data.text_field, workers=data.workers,
+        cache=data.cache, progress=_progress(say),
+    )  # fmt: skip
+    say(f"data: {'reusing' if manifest.reused else 'prepared'} {manifest.folder}: {manifest.summary()}")
+    if manifest.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {manifest.vocab_size} tokens but model.vocab_size is {model.vocab_size}; "
+            f"type model.vocab_size={-(-manifest.vocab_size // 128) * 128}"
+        )
+    ranks = {"dp_rank": layout.dp.rank(), "dp_size": layout.sizes.data, "micro_batch_size": train.micro_batch}
+    micro_batches = train.global_batch // (train.micro_batch * layout.sizes.data)
+    dataset = TextDataset(
+        manifest, "train", train.seq_length, seed=config.run.seed, samples=train.steps * train.global_batch,
+        cache=data.cache,
+    )  # fmt: skip
+    loader = GlobalBatchLoader(dataset, num_microbatches=micro_batches, device=device, **ranks)
+    if not manifest.valid.tokens:
+        return RunData(Source(loader), None, manifest.tokenizer, 0.0, None)
+    held_out = TextDataset(manifest, "valid", train.seq_length, cache=data.cache)
+    steps = evaluation_steps(
+        held_out, train.eval_samples, micro_batch_size=train.micro_batch, dp_size=layout.sizes.data
+    )
+
+    def validation() -> tuple[Iterator[Batch], int]:
+        return as_engine_batches(evaluation_batches(held_out, train.eval_samples, device=device, **ranks)), steps
+
+    return RunData(
+        Source(loader), validation, manifest.tokenizer, manifest.tokens_per_byte, manifest.unigram_nats
+    )
+
+
+def _progress(say: Callable[[str], None]) -> Callable[[str, int, int], None]:
+    seen: dict[str, int] = {}
+
+    def tell(stage: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if seen.get(stage, -1) < tenth:
+            seen[stage] = tenth
+            if done < total:
+                say(f"data: {stage} {100 * done // max(total, 1)} %")
+
+    return tell

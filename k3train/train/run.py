@@ -1,0 +1,227 @@
+"""`k3train train`: from a composed configuration to a finished run folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from k3train.config.schema import Config
+
+
+def run_training(config: Config) -> int:
+    """Train, or go on training, the run that the configuration names. Returns the exit code: 0 when all steps are
+    done, launch.EXIT_REQUEUE when the run stopped early with a checkpoint."""
+    from k3train import platform, signals
+
+    signals.listen()  # from here on a stop request is kept until the loop can honour it
+
+    platform.install()
+    import torch
+
+    from k3train import launch
+
+    place = launch.init_distributed(config)
+    _set_threads(config, place.local_world)
+    platform.install_adam()
+    return _Run(config, place, torch.device(_device())).run()
+
+
+def _device() -> str:
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def _set_threads(config: Config, local_world: int) -> None:
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.train.threads or max(1, cores // max(1, local_world)))
+
+
+class _Run:
+    """Everything between the process group and the closing table."""
+
+    def __init__(self, config: Config, place: Any, device: Any) -> None:
+        from k3train.tracking.progress import Progress
+
+        self.config, self.place, self.device = config, place, device
+        self.folder = Path(config.run.dir) / config.run.name
+        self.is_main = place.rank == 0
+        self.started = time.time()
+        self.progress: Progress | None = None
+
+    def say(self, message: str) -> None:
+        if not self.is_main:
+            return
+        if self.progress is not None:
+            self.progress.say(message)
+        else:
+            print(message, flush=True)
+
+    def run(self) -> int:
+        from k3train import launch
+        from k3train.config import compose
+        from k3train.parallel import layout as layouts
+        from k3train.train.data import prepare_data
+
+        config = self.config
+        compose.check_run_folder(config)
+        sizes = layouts.sizes_from_config(config.parallel, self.place.world)
+        layout = layouts.initialize(sizes)
+        self.say(f"run: {self.folder} ({self.place.describe()}, layout {sizes.describe()}, {self._where()})")
+        data = prepare_data(config, layout, self.device, self.say)
+        if self.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            compose.save_resolved(config, self.folder / "config.yaml")
+            shutil.copyfile(data.tokenizer, self.folder / "tokenizer.json")
+        engine = self._engine(layout)
+        trainer = self._trainer(engine, data)
+        begin, begin_tokens = time.perf_counter(), trainer.state.consumed_tokens
+        trainer.train()
+        rate = (trainer.state.consumed_tokens - begin_tokens) / max(time.perf_counter() - begin, 1e-9)
+        self._finish(trainer, engine, data, rate)
+        return 0 if trainer.finished else launch.EXIT_REQUEUE
+
+    def _where(self) -> str:
+        import torch
+
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a process"
+
+    def _engine(self, layout: Any) -> Any:
+        if self.config.engine.name == "deepspeed":
+            from k3train.engine.deepspeed import DeepSpeedEngine
+
+            return DeepSpeedEngine(self.config, layout, self.device)
+        from k3train.engine.megatron import MegatronEngine
+
+        return MegatronEngine(self.config, layout, self.device)
+
+    def _trainer(self, engine: Any, data: Any) -> Any:
+        from k3train.config import compose
+        from k3train.planning import flops
+        from k3train.tracking.progress import Progress
+        from k3train.tracking.tracker import Tracker
+        from k3train.tracking.wandb import WandbSettings
+        from k3train.train.callbacks.checkpointing import Checkpointing
+        from k3train.train.callbacks.evaluation import Evaluation
+        from k3train.train.callbacks.reporting import Reporting
+        from k3train.train.callbacks.signals import StopSignals
+        from k3train.train.callbacks.statistics import DepthAndDecay, ExpertLoad, Throughput
+        from k3train.train.loop import Trainer
+
+        config = self.config
+        state, resumed = self._resume(engine)
+        tracker = None
+        if self.is_main:
+            tracking = config.tracking
+            tracker = Tracker(
+                self.folder, compose.to_dict(config), run_name=config.run.name, wandb_mode=tracking.wandb,
+                resume_step=state.step if resumed else None, resume_id=state.run_id,
+                settings=WandbSettings(project=tracking.project, entity=tracking.entity),
+            )  # fmt: skip
+            state.run_id = tracker.run_id
+            if state.step < config.train.steps:
+                self.progress = Progress(config.train.steps, state.step, every_seconds=config.tracking.progress_seconds)
+        counted = flops.flops_per_token(config.model, config.train.seq_length)
+        devices = self.place.world
+        peak = flops.PEAK_TFLOPS if self.device.type == "cuda" else None
+        about = {"model": config.model.name, "run": config.run.name}
+        callbacks = [
+            StopSignals(),
+            ExpertLoad(),
+            DepthAndDecay(config.tracking.decay_every),
+            Throughput(counted, devices, peak),
+            Reporting(tracker, self.progress, config.train.log_every),
+            Checkpointing(self.folder / "checkpoints", about),
+        ]
+        if data.held_out is not None:
+            every = config.train.eval_every
+            callbacks.insert(4, Evaluation(every, data.held_out, data.tokens_per_byte, data.unigram_loss))
+        return Trainer(config, engine, data.train, state, callbacks, is_main=self.is_main, say=self.say)
+
+    def _resume(self, engine: Any) -> tuple[Any, bool]:
+        """The state of the newest good checkpoint of this run, or of `checkpoint.load`, or a new one."""
+        import torch.distributed as dist
+
+        from k3train.train import checkpoint as disk
+        from k3train.train.state import RunState
+
+        config = self.config.checkpoint
+        choice: list[Any] = [None]
+        if self.is_main:
+            found = disk.newest_good(self.folder / "checkpoints", self.say) if config.resume else None
+            if found is not None:
+                choice[0] = (str(found.path), disk.has_optimizer(found.path), True)
+            elif config.load is not None:
+                path = disk.locate(Path(config.load), self.say)
+                choice[0] = (str(path), config.load_optimizer and disk.has_optimizer(path), False)
+        dist.broadcast_object_list(choice, src=0)
+        if choice[0] is None:
+            return RunState(), False
+        path, optimizer, same_run = choice[0]
+        loaded = RunState.from_dict(engine.load(Path(path), optimizer=optimizer))
+        if not same_run:
+            self.say(f"starting from the weights of {path}")
+            return RunState(), False
+        done = loaded.step >= self.config.train.steps
+        self.say(f"resuming {path} after step {loaded.step}" + (": all steps are done" if done else ""))
+        loaded.restarts += not done
+        return loaded, True
+
+    def _finish(self, trainer: Any, engine: Any, data: Any, tokens_per_second: float) -> None:
+        from k3train.tracking.progress import final_table
+        from k3train.train.callbacks import reporting
+        sample = None
+        if self.config.train.sample_tokens > 0 and self.config.engine.name == "megatron":
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(data.tokenizer))
+            prompt = self.config.train.sample_prompt
+            sample = prompt + tokenizer.decode(self._sample(engine, tokenizer.encode(prompt).ids))
+        if not self.is_main:
+            return
+        if sample is not None:
+            (self.folder / "sample.txt").write_text(sample + "\n")
+        drawn = reporting.draw(self.folder, data.unigram_loss)
+        self.progress = None
+        rows = reporting.closing_rows(trainer, tokens_per_second if trainer.state.step else 0.0, data.unigram_loss)
+        rows.append(("time, from the start of the command", f"{time.time() - _process_start():.0f} s"))
+        account = trainer.shared.get("wandb", {})
+        rows.append(("run folder", f"{self.folder} (metrics.jsonl, {', '.join(p.name for p in drawn)}, sample.txt)"))
+        rows.append(("checkpoint", str(trainer.shared.get("checkpoint", self.folder / "checkpoints"))))
+        rows.append(("W&B", f"{account.get('mode', 'disabled')} run in {account.get('folder') or self.folder / 'wandb'}"))
+        if not trainer.finished:
+            sentence = f"Stopped ({trainer.stop_reason}) with a checkpoint. The same command goes on: {self._command()}"
+        else:
+            sentence = f"Next: k3train generate run.name={self.config.run.name} 'generate.prompt=\"def \"'"
+        if sample is not None:
+            print(f"sample: {sample!r}", flush=True)
+        final_table(rows, sentence)
+
+    def _sample(self, engine: Any, prompt: list[int]) -> list[int]:
+        """Greedy tokens after `prompt`: with a cache where one process holds the model, else through the layout."""
+        sizes, count = engine.layout.sizes, self.config.train.sample_tokens
+        if sizes.world == 1 and self.config.model.mixer == "kda":
+            from k3train.inference.decoder import Decoder
+            from k3train.inference.generate import Sampling, generate
+
+            return [row[0] for row in generate(Decoder(engine.models[0]), [prompt], count, Sampling()) if row[0] is not None]
+        from k3train.train.sampling import greedy
+
+        return greedy(engine, prompt, count)
+
+    def _command(self) -> str:
+        return f"k3train train run.name={self.config.run.name}"
+
+
+def _process_start() -> float:
+    """Unix time at which this process was started, set-up of the interpreter included."""
+    import psutil
+
+    return psutil.Process().create_time()

@@ -1,0 +1,114 @@
+"""Ten steps straight equal five, a stop, and five more: losses, optimizer state, data order, bit for bit on CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from k3train.errors import CheckpointError
+from k3train.train import checkpoint as disk
+
+SMALL = ["train=smoke", "train.sample_tokens=0", "tracking.wandb=disabled", "checkpoint.every=1000"]
+
+
+def train(folder: Path, name: str, *overrides: str) -> str:
+    words = [sys.executable, "-m", "k3train.cli", "train", *SMALL, f"run.name={name}", f"run.dir={folder}", *overrides]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode in (0, 75), done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(m["step"], m["train/loss"], m["train/grad_norm"]) for m in lines if "train/loss" in m]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    folder = tmp_path_factory.mktemp("runs")
+    train(folder, "straight")
+    first = train(folder, "halves", "train.stop_after=5")
+    second = train(folder, "halves")
+    return folder, first, second
+
+
+def test_every_logged_loss_and_gradient_norm_is_bit_identical(runs: tuple[Path, str, str]) -> None:
+    folder, _, _ = runs
+    straight, halves = losses(folder / "straight"), losses(folder / "halves")
+    assert [s for s, _, _ in straight] == list(range(1, 11))
+    assert straight == halves
+
+
+def test_weights_and_optimizer_state_are_bit_identical(runs: tuple[Path, str, str]) -> None:
+    folder, _, _ = runs
+    left, right = (disk.list_checkpoints(folder / name / "checkpoints")[-1].path for name in ("straight", "halves"))
+    names = set(FileSystemReader(left).read_metadata().state_dict_metadata)
+    assert names == set(FileSystemReader(right).read_metadata().state_dict_metadata)
+    assert any("exp_avg" in name for name in names)
+    a, b = (_load_state_dict_from_keys(checkpoint_id=str(path)) for path in (left, right))
+    compared = 0
+    for name in names:
+        x, y = _at(a, name), _at(b, name)
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x, y), name
+            compared += 1
+    assert compared > 100
+
+
+def _at(state: dict, name: str):  # type: ignore[no-untyped-def]
+    return state[name] if name in state else None
+
+
+def test_the_resumed_run_says_so_and_stops_are_announced(runs: tuple[Path, str, str]) -> None:
+    _, first, second = runs
+    assert "Stopped (train.stop_after=5) with a checkpoint" in first
+    assert "resuming" in second and "after step 5" in second
+
+
+def test_a_damaged_checkpoint_is_walked_past_with_a_clear_line(runs: tuple[Path, str, str]) -> None:
+    folder, _, _ = runs
+    root = folder / "halves" / "checkpoints"
+    newest = disk.list_checkpoints(root)[-1].path
+    victim = max(newest.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    said: list[str] = []
+    found = disk.newest_good(root, said.append)
+    assert found is not None and found.step == 5
+    assert victim.name in said[0] and "checksum" in said[0]
+    victim.write_bytes(data[:-7])
+    with pytest.raises(CheckpointError, match=r"bytes, the manifest says"):
+        disk.verify(newest)
+
+
+def test_an_unfinished_save_is_never_the_latest(tmp_path: Path) -> None:
+    good = disk.writing_folder(tmp_path, 3)
+    good.mkdir(parents=True)
+    (good / "shard").write_bytes(b"123")
+    disk.finish(good, disk.step_folder(tmp_path, 3), {"step": 3})
+    killed = disk.writing_folder(tmp_path, 4)
+    killed.mkdir()
+    (killed / "shard").write_bytes(b"12")
+    found = disk.newest_good(tmp_path, print)
+    assert found is not None and found.step == 3
+    assert disk.clear_unfinished(tmp_path) == [killed] and not killed.exists()
+
+
+def test_pruning_keeps_the_last_and_the_multiples(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        folder = disk.writing_folder(tmp_path, step)
+        folder.mkdir(parents=True)
+        (folder / "shard").write_bytes(b"x")
+        disk.finish(folder, disk.step_folder(tmp_path, step), {"step": step})
+    disk.prune(tmp_path, keep_last=2, keep_every=20)
+    assert [f.step for f in disk.list_checkpoints(tmp_path)] == [20, 40, 50]
