@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,9 +101,23 @@ class Layout:
         return scatter_to_sequence_parallel_region(x, group=self.tp)
 
 
+_made: list[dist.ProcessGroup] = []  # the groups of the layout in force
+
+
+def _release() -> None:
+    """Close the groups of the layout before: megatron only forgets them, and every gloo group keeps polling threads."""
+    parallel_state.destroy_model_parallel()
+    while _made:
+        group = _made.pop()
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+    gc.collect()  # models of the layout before hold groups in reference cycles
+
+
 def initialize(sizes: Sizes, *, timeout_minutes: int = 30) -> Layout:
     """Make (or re-make) megatron's process groups for `sizes`; `torch.distributed` must be initialised."""
-    parallel_state.destroy_model_parallel()
+    _release()
+    before = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
@@ -112,4 +127,5 @@ def initialize(sizes: Sizes, *, timeout_minutes: int = 30) -> Layout:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=timeout_minutes,
     )
+    _made.extend(g for g in dist.distributed_c10d._world.pg_map if g not in before)
     return Layout(sizes, ProcessGroupCollection.use_mpu_process_groups())
