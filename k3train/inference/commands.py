@@ -40,7 +40,7 @@ def generate(config: Config) -> int:
                 written[b].append(token)
         if streaming:
             text = tokenizer.decode(written[0])
-            whole = text[: -1] if text.endswith("\ufffd") else text  # half a character waits for its other half
+            whole = text[:-1] if text.endswith("\ufffd") else text  # half a character waits for its other half
             print(whole[len(shown) :], end="", flush=True)
             shown = whole
     if streaming:

@@ -8,12 +8,12 @@ space and no key or value is ever expanded.
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from k3kernels.conv import short_convolution, short_convolution_step
 from k3kernels.kda import kda
 from k3kernels.kda.recurrent import kda_decode
 from k3kernels.norm import gated_rms_norm
-from torch import nn
-
 from k3train.errors import ConfigError
 from k3train.inference.cache import Cache, KDACache, LatentCache
 from k3train.model.attention_residuals import DepthState
@@ -145,7 +145,7 @@ class _Step:
     def _absorbed(self, layer: GatedMLA, kept: LatentCache, q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
         """One query a sequence against the latents themselves. q [B, H, K] -> [B, H, V].
 
-        With W_k, W_v the key and value rows of kv_b_proj: q . (W_k c) = (W_k^T q) . c and sum p (W_v c) = W_v (sum p c).
+        With W_k, W_v the key and value rows of kv_b_proj: q . (W_k c) = (W_k^T q) . c, sum p (W_v c) = W_v (sum p c).
         """
         mla, batch = layer.ctx.model.mla, self.cache.batch
         kept.latents[torch.arange(batch, device=q.device), self.cache.lengths] = latent

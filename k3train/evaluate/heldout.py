@@ -1,0 +1,108 @@
+"""Loss of every sequence, and what a mean over sequences is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from k3data.batch import Batch
+from k3train.model.context import PackedStream
+from k3train.model.k3 import K3Model
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95 % confidence interval (normal approximation over independent units) and their number."""
+
+    mean: float
+    low: float
+    high: float
+    units: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+
+def estimate(sums: list[float], weights: list[float]) -> Estimate:
+    """Ratio sum(sums) / sum(weights) over units (sequences), its error by linearisation of the ratio."""
+    total = sum(weights)
+    if total <= 0:
+        raise ValueError("no token was counted: every loss mask was zero")
+    mean, n = sum(sums) / total, len(sums)
+    if n < 2:
+        return Estimate(mean, float("-inf"), float("inf"), n)
+    residual = [s - mean * w for s, w in zip(sums, weights)]
+    error = math.sqrt(sum(r * r for r in residual) * n / (n - 1)) / total
+    return Estimate(mean, mean - 1.96 * error, mean + 1.96 * error, n)
+
+
+@torch.no_grad()
+def logits_of(model: K3Model, batch: Batch, seq_length: int) -> torch.Tensor:
+    """fp32 logits [T, V] of a packed micro-batch."""
+    total = batch.tokens.numel()
+    return model(batch.tokens, None, PackedStream(batch.cu_seqlens, total, sequence_length=seq_length)).float()
+
+
+@torch.no_grad()
+def sequence_losses(model: K3Model, batches: Iterable[Batch], seq_length: int) -> tuple[list[float], list[float]]:
+    """Loss sum (nats) and counted tokens of every sequence; sequences without a counted token are left out."""
+    model.eval()
+    sums: list[float] = []
+    counts: list[float] = []
+    for batch in batches:
+        losses = torch.nn.functional.cross_entropy(logits_of(model, batch, seq_length), batch.labels, reduction="none")
+        per = (losses * batch.loss_mask).view(-1, seq_length).sum(1).tolist()
+        tokens = batch.loss_mask.view(-1, seq_length).sum(1).tolist()
+        for s, n in zip(per, tokens):
+            if n > 0:
+                sums.append(s)
+                counts.append(n)
+    return sums, counts
+
+
+@torch.no_grad()
+def recall(model: K3Model, batches: Iterator[Batch], seq_length: int) -> Estimate:
+    """Share of answers that the most likely token gets right, over sequences."""
+    model.eval()
+    right: list[float] = []
+    asked: list[float] = []
+    for batch in batches:
+        hit = (logits_of(model, batch, seq_length).argmax(-1) == batch.labels).float() * batch.loss_mask
+        right += hit.view(-1, seq_length).sum(1).tolist()
+        asked += batch.loss_mask.view(-1, seq_length).sum(1).tolist()
+    return estimate(right, asked)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same tokens: KL(reference || other) per token, mean and 99th percentile, top-1 agreement."""
+
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+    reference_loss: float
+    other_loss: float
+    tokens: int
+
+
+@torch.no_grad()
+def compare(reference: K3Model, other: K3Model, batches: Iterable[Batch], seq_length: int) -> Comparison:
+    """How far `other` (say, the quantised model) is from `reference` on counted tokens."""
+    kls, agree, losses, tokens = [], 0.0, [0.0, 0.0], 0.0
+    for batch in batches:
+        keep = batch.loss_mask > 0
+        a, b = (torch.log_softmax(logits_of(m, batch, seq_length)[keep], -1) for m in (reference, other))
+        labels = batch.labels[keep]
+        kls.append((a.exp() * (a - b)).sum(-1))
+        agree += float((a.argmax(-1) == b.argmax(-1)).sum())
+        for i, logp in enumerate((a, b)):
+            losses[i] -= float(logp.gather(1, labels[:, None]).sum())
+        tokens += float(keep.sum())
+    kl = torch.cat(kls)
+    return Comparison(
+        float(kl.mean()), float(torch.quantile(kl, 0.99)), agree / tokens, losses[0] / tokens, losses[1] / tokens,
+        int(tokens),
+    )  # fmt: skip
