@@ -1,1 +1,1 @@
-"""Evaluation of a model in one process: held-out loss, recall suites, comparison of two models."""
+"""Evaluation of a model in one process: held-out loss and recall suites, with intervals."""

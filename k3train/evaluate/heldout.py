@@ -74,35 +74,3 @@ def recall(model: K3Model, batches: Iterator[Batch], seq_length: int) -> Estimat
         right += hit.view(-1, seq_length).sum(1).tolist()
         asked += batch.loss_mask.view(-1, seq_length).sum(1).tolist()
     return estimate(right, asked)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two models on the same tokens: KL(reference || other) per token, mean and 99th percentile, top-1 agreement."""
-
-    kl_mean: float
-    kl_p99: float
-    top1_agreement: float
-    reference_loss: float
-    other_loss: float
-    tokens: int
-
-
-@torch.no_grad()
-def compare(reference: K3Model, other: K3Model, batches: Iterable[Batch], seq_length: int) -> Comparison:
-    """How far `other` (say, the quantised model) is from `reference` on counted tokens."""
-    kls, agree, losses, tokens = [], 0.0, [0.0, 0.0], 0.0
-    for batch in batches:
-        keep = batch.loss_mask > 0
-        a, b = (torch.log_softmax(logits_of(m, batch, seq_length)[keep], -1) for m in (reference, other))
-        labels = batch.labels[keep]
-        kls.append((a.exp() * (a - b)).sum(-1))
-        agree += float((a.argmax(-1) == b.argmax(-1)).sum())
-        for i, logp in enumerate((a, b)):
-            losses[i] -= float(logp.gather(1, labels[:, None]).sum())
-        tokens += float(keep.sum())
-    kl = torch.cat(kls)
-    return Comparison(
-        float(kl.mean()), float(torch.quantile(kl, 0.99)), agree / tokens, losses[0] / tokens, losses[1] / tokens,
-        int(tokens),
-    )  # fmt: skip

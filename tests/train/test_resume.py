@@ -57,15 +57,11 @@ def test_weights_and_optimizer_state_are_bit_identical(runs: tuple[Path, str, st
     a, b = (_load_state_dict_from_keys(checkpoint_id=str(path)) for path in (left, right))
     compared = 0
     for name in names:
-        x, y = _at(a, name), _at(b, name)
+        x, y = a.get(name), b.get(name)
         if isinstance(x, torch.Tensor):
             assert torch.equal(x, y), name
             compared += 1
     assert compared > 100
-
-
-def _at(state: dict, name: str):  # type: ignore[no-untyped-def]
-    return state[name] if name in state else None
 
 
 def test_the_resumed_run_says_so_and_stops_are_announced(runs: tuple[Path, str, str]) -> None:
