@@ -1,5 +1,9 @@
-"""Depthwise causal short convolution with SiLU: `short_convolution` trains, `short_convolution_step` decodes."""
+"""Depthwise causal short convolution with SiLU.
 
-from k3kernels.conv.ops import short_convolution, short_convolution_step
+`short_convolution` is the op on one tensor, `short_convolution_qkv` on a layer's three at once, and
+`short_convolution_step` decodes with its state in place.
+"""
 
-__all__ = ["short_convolution", "short_convolution_step"]
+from k3kernels.conv.ops import short_convolution, short_convolution_qkv, short_convolution_step
+
+__all__ = ["short_convolution", "short_convolution_qkv", "short_convolution_step"]

@@ -81,38 +81,42 @@ def _lagged(x: Tensor, starts: Tensor, lag: int) -> Tensor:
     return x[:-lag].index_fill(0, _unreached(starts, lag, x.shape[0]), 0)
 
 
-def short_convolution_torch(
-    x: Tensor, weight: Tensor, *, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Vectorised over the stream; arguments and results as in `short_convolution_naive`."""
-    dtype, (B, T, C), W = compute_dtype(x), x.shape, weight.shape[1]
-    flat, taps = x.reshape(B * T, C).to(dtype), weight.to(dtype)
+def document_bounds(B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Boundaries int64 [N+1] in the flat stream of B * T tokens."""
     if cu_seqlens is None:
-        bounds = torch.arange(B + 1, device=x.device) * T
-    else:
-        bounds = cu_seqlens.to(x.device, torch.int64)
-    y = CausalTaps.apply(flat, taps, bounds[:-1])
+        return torch.arange(B + 1, device=device) * T
+    return cu_seqlens.to(device, torch.int64)
 
-    # The first W-1 tokens of each document also see its initial state; a document may be shorter than that.
+
+def last_inputs(x: Tensor, W: int, cu_seqlens: Tensor | None, initial_state: Tensor | None) -> Tensor:
+    """The last W-1 inputs of each document, [N,C,W-1], reaching into its initial state when it is shorter than that."""
+    B, T, C = x.shape
+    bounds = document_bounds(B, T, cu_seqlens, x.device)
     history = torch.arange(W - 1, device=x.device)
-    if initial_state is not None and W > 1:
-        state = initial_state.to(x.dtype).to(dtype).mT  # [N, W-1, C]
-        reach = [
-            torch.einsum("nwc,cw->nc", state[:, i:], taps[:, : W - 1 - i]) for i in range(W - 1)
-        ]  # what token i of a document receives from the state
-        rows = bounds[:-1].unsqueeze(1) + history
-        inside = rows < bounds[1:].unsqueeze(1)
-        y = y.index_add(0, rows[inside], torch.stack(reach, 1)[inside])
-
-    # The tail: the last W-1 inputs of each document, reaching into its initial state when it is shorter.
     rows = bounds[1:].unsqueeze(1) - (W - 1) + history
-    from_stream = rows >= bounds[:-1].unsqueeze(1)
+    from_stream = (rows >= bounds[:-1].unsqueeze(1)).unsqueeze(-1)
+    flat = x.reshape(B * T, C)
     tail = flat.new_zeros(rows.shape[0], W - 1, C) if B * T == 0 else flat[rows.clamp(min=0)]
     if initial_state is None:
-        tail = torch.where(from_stream.unsqueeze(-1), tail, 0)
-    else:
-        lengths = (bounds[1:] - bounds[:-1]).unsqueeze(1)
-        old = (history + lengths).clamp(max=max(W - 2, 0)).unsqueeze(-1).expand(-1, -1, C)
-        before = initial_state.to(x.dtype).to(dtype).mT.gather(1, old)
-        tail = torch.where(from_stream.unsqueeze(-1), tail, before)
-    return F.silu(y).to(x.dtype).view(B, T, C), tail.mT
+        return torch.where(from_stream, tail, 0).mT
+    lengths = (bounds[1:] - bounds[:-1]).unsqueeze(1)
+    old = (history + lengths).clamp(max=max(W - 2, 0)).unsqueeze(-1).expand(-1, -1, C)
+    return torch.where(from_stream, tail, initial_state.to(x.dtype).mT.gather(1, old)).mT
+
+
+def short_convolution_torch(
+    x: Tensor, weight: Tensor, *, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None
+) -> Tensor:
+    """Vectorised over the stream; arguments as in `short_convolution_naive`. Returns y [B,T,C]."""
+    dtype, (B, T, C), W = compute_dtype(x), x.shape, weight.shape[1]
+    taps = weight.to(dtype)
+    bounds = document_bounds(B, T, cu_seqlens, x.device)
+    y = CausalTaps.apply(x.reshape(B * T, C).to(dtype), taps, bounds[:-1])
+    if initial_state is not None and W > 1:
+        # The first W-1 tokens of each document also see its initial state; a document may be shorter than that.
+        state = initial_state.to(x.dtype).to(dtype).mT  # [N, W-1, C]
+        reach = [torch.einsum("nwc,cw->nc", state[:, i:], taps[:, : W - 1 - i]) for i in range(W - 1)]
+        rows = bounds[:-1].unsqueeze(1) + torch.arange(W - 1, device=x.device)
+        inside = rows < bounds[1:].unsqueeze(1)
+        y = y.index_add(0, rows[inside], torch.stack(reach, 1)[inside])
+    return F.silu(y).to(x.dtype).view(B, T, C)

@@ -5,7 +5,7 @@ from torch import Tensor
 from k3kernels.checks import check_choice, check_same_device, check_tensor
 from k3kernels.norm.reference import gated_rms_norm_naive, gated_rms_norm_torch
 
-BACKENDS = ("auto", "naive", "torch")
+BACKENDS = ("auto", "naive", "torch", "triton")
 
 
 def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str = "auto") -> Tensor:
@@ -15,7 +15,7 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float = 1e-5
         o, gate: [..., V], one shape; fp32, bf16, fp16 or fp64.
         weight: [V], shared by all heads.
         eps: inside the root, positive.
-        backend: auto, naive or torch.
+        backend: auto (Triton on CUDA, else torch), naive, torch or triton.
 
     Returns:
         y like o; computed in fp32 (fp64 for fp64 inputs) and rounded once. Gradients flow to all three tensors.
@@ -32,4 +32,10 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float = 1e-5
         raise ValueError(f"eps: expected a positive number, got {eps}")
     check_same_device("o", o, {"gate": gate, "weight": weight})
     check_choice("backend", backend, BACKENDS)
+    if backend == "auto":
+        backend = "triton" if o.is_cuda and o.element_size() < 8 else "torch"
+    if backend == "triton":
+        from k3kernels.norm.triton_norm import gated_rms_norm_triton  # imports triton, which CPU users may lack
+
+        return gated_rms_norm_triton(o, gate, weight, eps)
     return (gated_rms_norm_naive if backend == "naive" else gated_rms_norm_torch)(o, gate, weight, eps)
