@@ -204,11 +204,11 @@ def backward(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: t
     pb = _empty(q, p.NC, p.HV, p.K, dtype=f)
     if c.hopper and p.bound is not None and block_size(p.bound) == 32:
         launch(kside_hopper_kernel, n * 2, q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb,
-               *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.scale, p.bound,
-               GROUP=group, K=p.K, SAME=q.stride(1) == k.stride(1) == z.stride(1) == p.HV * p.K, VARLEN=p.table is not None, num_warps=4)
+               *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.bound,
+               GROUP=group, K=p.K, VARLEN=p.table is not None, num_warps=4)
     else:
         launch(kside_kernel, n * nk, q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb,
-               *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.scale, p.bound or 0.0,
+               *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.bound or 0.0,
                K=p.K, BD=c.kside_bd, **p.meta, **p.gate, num_warps=c.kside_warps)
     if group > 1:
         dq = dq.view(p.B, p.T, p.H, group, p.K).sum(3).to(q.dtype)

@@ -12,9 +12,14 @@ def exp2(x):
 
 
 @gluon.jit
-def sigmoid(x, rate):
-    y = 1.0 + exp2(x * (rate * -LOG2E))
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=gl.float32, is_pure=True, pack=1)
+def rcp(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def gate_sigmoid(z, rate, bias):
+    """sigmoid(rate * (z + bias)) with one multiply-add in front of the exponential."""
+    return rcp(1.0 + exp2(z * (rate * -LOG2E) + bias * (rate * -LOG2E)))
 
 
 @gluon.jit
@@ -29,8 +34,3 @@ def fp32(x):
     return gl.inline_asm_elementwise(
         "{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }",
         "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-
-
-@gluon.jit
-def rcp(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -18,35 +18,35 @@ from .common import anchored, block_start, chunk_rows, decay_rate, gate_gradient
 
 
 @triton.jit
-def _pairs(q, k, beta, kh, up, a, l, dq, dk, dG, DT: tl.constexpr, IP: tl.constexpr):
+def _pairs(q, k, kh, up, a, l, dq, dk, dG, DT: tl.constexpr, IP: tl.constexpr):
     """Products of one causal block.  a, l [32 queries, 32 keys]; up [BD, queries] the queries' decay factors; kh the keys
     with theirs.  Adds the query side to dq, dk, dG; returns also the key side's sum, still without its decay factor."""
     qh = (q * up).to(DT)
-    bh = (k * beta * up).to(DT)
+    bh = (k * up).to(DT)
     t = tl.dot(kh, tl.trans(a), input_precision=IP)
     dq += t * up
     dG += t * qh.to(tl.float32)
     t = tl.dot(kh, tl.trans(l), input_precision=IP)
-    dk += t * up * beta
+    dk += t * up
     dG += t * bh.to(tl.float32)
     return dq, dk, dG, tl.dot(bh, l, tl.dot(qh, a, input_precision=IP), input_precision=IP)
 
 
 @triton.jit
-def _block(q, k, beta, up, down, a, l, dq, dk, dG, DT: tl.constexpr, IP: tl.constexpr):
+def _block(q, k, up, down, a, l, dq, dk, dG, DT: tl.constexpr, IP: tl.constexpr):
     """A block whose queries and keys are the same 32 tokens: both sides of every pair."""
     kh = (k * down).to(DT)
-    dq, dk, dG, t = _pairs(q, k, beta, kh, up, a, l, dq, dk, dG, DT, IP)
+    dq, dk, dG, t = _pairs(q, k, kh, up, a, l, dq, dk, dG, DT, IP)
     return dq, dk + t * down, dG - t * kh.to(tl.float32)
 
 
 @triton.jit
-def _level(q, k, beta, hi, lo, a, l, dq, dk, dG, I, J, W: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
+def _level(q, k, hi, lo, a, l, dq, dk, dG, I, J, W: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
     """Pairs whose query lies in the second and key in the first W tokens of a block of 2W.  Of a, l, I runs over queries
     and J over keys; of a token map, I over the summed token and J over the result."""
     x = tl.exp2(-tl.abs(map_cols(hi, lo, anchored(J, I, 2 * W), IP)))
     pair = (block_start(I, 2 * W) == block_start(J, 2 * W)) & (I % (2 * W) >= W) & (J % (2 * W) < W)
-    return _block(q, k, beta, x, x, tl.where(pair, a, 0.0).to(DT), tl.where(pair, l, 0.0).to(DT), dq, dk, dG, DT, IP)
+    return _block(q, k, x, x, tl.where(pair, a, 0.0).to(DT), tl.where(pair, l, 0.0).to(DT), dq, dk, dG, DT, IP)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _decay(z_ptr, zo, bias, live, rate, bound, I, J, BS: tl.constexpr, BOUNDED: 
 
 @triton.jit
 def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo, a, l, ax, lx, kx, tx,
-          before, after, carry, bias, live, rate, bound, scale, I, J, K: tl.constexpr, SECOND: tl.constexpr,
+          before, after, carry, bias, live, rate, bound, I, J, K: tl.constexpr, SECOND: tl.constexpr,
           BS: tl.constexpr, BOUNDED: tl.constexpr, DT: tl.constexpr, HT: tl.constexpr, IP: tl.constexpr):
     """One half of the chunk: stores its dq, dk, dz.
 
@@ -85,32 +85,31 @@ def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo, a
     up, down, first, last, end, ghi, glo = _decay(z_ptr, zo, bias, live, rate, bound, I, J, BS, BOUNDED, HT, IP)
     q = tl.load(q_ptr + qo, mask=live, other=0.0).to(tl.float32) * tl.load(rp + 64 + J)
     k = tl.load(k_ptr + ko, mask=live, other=0.0).to(tl.float32) * tl.load(rp + 128 + J)
-    beta = tl.load(rp + J)
     pre = tl.exp2(before)
     dk = tl.load(pp + 128 * K).to(tl.float32) * last * tl.exp2(after)
     kd = k * dk
     sum_kd = tl.sum(kd, axis=1)[:, None]
     hi, lo = split(kd, DT)
     dg = map_cols(hi, lo, tl.where(I < J, 1.0, 0.0), IP) + carry          # keys before i: a prefix sum, no cancellation
-    t = tl.load(pp + 64 * K).to(tl.float32) * first * -pre * beta
+    t = tl.load(pp + 64 * K).to(tl.float32) * (first * pre)
     dk += t
     dG = k * t
-    dq = tl.load(pp).to(tl.float32) * first * (pre * scale)
+    dq = tl.load(pp).to(tl.float32) * (first * pre)
     dG += q * dq
     if SECOND:
-        dq, dk, dG, tx = _pairs(q, k, beta, kx, first, ax, lx, dq, dk, dG, DT, IP)
+        dq, dk, dG, tx = _pairs(q, k, kx, first, ax, lx, dq, dk, dG, DT, IP)
     else:
         dk += tx * last
         dG -= tx * (k * last).to(DT).to(tl.float32)
     if BS == 32:
-        dq, dk, dG = _block(q, k, beta, up, down, a, l, dq, dk, dG, DT, IP)
+        dq, dk, dG = _block(q, k, up, down, a, l, dq, dk, dG, DT, IP)
     else:
         same = block_start(I, BS) == block_start(J, BS)
-        dq, dk, dG = _block(q, k, beta, up, down, tl.where(same, a, 0.0).to(DT), tl.where(same, l, 0.0).to(DT),
+        dq, dk, dG = _block(q, k, up, down, tl.where(same, a, 0.0).to(DT), tl.where(same, l, 0.0).to(DT),
                             dq, dk, dG, DT, IP)
-        dq, dk, dG = _level(q, k, beta, ghi, glo, a, l, dq, dk, dG, I, J, 16, DT, IP)
+        dq, dk, dG = _level(q, k, ghi, glo, a, l, dq, dk, dG, I, J, 16, DT, IP)
         if BS == 8:
-            dq, dk, dG = _level(q, k, beta, ghi, glo, a, l, dq, dk, dG, I, J, 8, DT, IP)
+            dq, dk, dG = _level(q, k, ghi, glo, a, l, dq, dk, dG, I, J, 8, DT, IP)
     a_d = tl.load(rp + 320 + J)
     gq = (dq + a_d * k - q * tl.load(rp + 192 + J)) * tl.load(rp + 64 + J)
     gk = (dk + a_d * q - k * tl.load(rp + 256 + J)) * tl.load(rp + 128 + J)
@@ -128,7 +127,7 @@ def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo, a
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
 def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_ptr, dA_ptr, dL_ptr, row_ptr,
                  dq_ptr, dk_ptr, dz_ptr, pA_ptr, pb_ptr,
-                 q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, T, NT, HV, scale, bound,
+                 q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, T, NT, HV, bound,
                  GROUP: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BOUNDED: tl.constexpr,
                  VARLEN: tl.constexpr, DT: tl.constexpr, HT: tl.constexpr, IP: tl.constexpr):
     NK: tl.constexpr = K // BD
@@ -187,10 +186,10 @@ def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_p
         q_ptr + 32 * q_st, qo, k_ptr + 32 * k_st, ko, z_ptr + 32 * z_st, zo, pp + 32 * K, rp + 32,
         dq_ptr + 32 * HV * K, dk_ptr + 32 * HV * K, dz_ptr + 32 * HV * K, oo,
         tl.load(dA_ptr + mo + 1024), tl.load(dL_ptr + mo + 1024), ax, lx, kx, zero,
-        end0, none, w + kd0, bias, live1, rate, bound, scale, I, J, K, True, BS, BOUNDED, DT, HT, IP)
+        end0, none, w + kd0, bias, live1, rate, bound, I, J, K, True, BS, BOUNDED, DT, HT, IP)
     tx, kd1, sum0, pb0, pA0 = _half(
         q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo,
         tl.load(dA_ptr + mo), tl.load(dL_ptr + mo), ax, lx, kx, tx,
-        none, end1, w + sum1, bias, live0, rate, bound, scale, I, J, K, False, BS, BOUNDED, DT, HT, IP)
+        none, end1, w + sum1, bias, live0, rate, bound, I, J, K, False, BS, BOUNDED, DT, HT, IP)
     tl.store(pb_ptr + tile * K + d, pb + pb0)
     tl.store(pA_ptr + tile * K + d, pA + pA0)

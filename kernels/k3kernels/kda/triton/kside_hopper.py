@@ -3,15 +3,16 @@
 The plain version is limited by registers and by layout changes through shared memory.  Here every [64 channels, 32 tokens]
 tensor lives in one layout, TILE, that is the mma.sync accumulator with its rows renamed (a warp's accumulator rows g and
 g + 8 hold channels 2g and 2g + 1).  Loads and stores of 2 channels are 4 bytes wide and fill whole sectors; the change from
-TILE to a left operand, and from an accumulator to TILE, is a renaming of registers.  Shared memory holds only dA, dL and the
-0/1 matrices of the cumulative sums, written once per program.
+TILE to a left operand, and from an accumulator to TILE, is a renaming of registers.  All inputs of the program are copied
+to shared memory at its start (asynchronously, 66 KB), so that its two programs per multiprocessor overlap latency with
+arithmetic, and a value that is needed twice is read twice instead of being held in registers.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from .hopper import LOG2E, bf16, exp2, fp32, rcp, sigmoid
+from .hopper import LOG2E, bf16, exp2, fp32, gate_sigmoid, rcp
 
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
@@ -34,6 +35,8 @@ MEMORY = gl.constexpr(gl.DistributedLinearLayout(
 TOKEN = gl.constexpr(gl.SliceLayout(0, TILE.value))
 CHANNEL = gl.constexpr(gl.SliceLayout(1, TILE.value))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+STAGE = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 MATRIX = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=2, max_phase=4, order=[1, 0]))
 
 
@@ -68,15 +71,15 @@ def _map(x, m, HT: gl.constexpr):
 
 
 @gluon.jit
-def _pairs(q, k, kh, up, beta, a, l, dq, dk, dG):
+def _pairs(q, k, kh, up, a, l, dq, dk, dG):
     """See kside.py; a, l in shared memory, kh a left operand."""
     qh = bf16(q * up)
     t = _product(kh, a.permute([1, 0]).load(RIGHT))
     dq += t * up
     dG += t * fp32(qh)
-    bh = bf16(k * (beta * up))
+    bh = bf16(k * up)
     t = _product(kh, l.permute([1, 0]).load(RIGHT))
-    dk += t * (beta * up)
+    dk += t * up
     dG += t * fp32(bh)
     acc = mma_v2(_left(qh), a.load(RIGHT), gl.full([64, 32], 0.0, gl.float32, ACC))
     return dq, dk, dG, _tile(mma_v2(_left(bh), l.load(RIGHT), acc))
@@ -94,9 +97,9 @@ def _factors(g, anchor):
 
 
 @gluon.jit
-def _load(ptr, off, live):
-    """A [64, 32] tile; off and live in MEMORY."""
-    return gl.convert_layout(fp32(gl.load(ptr + off, mask=live, other=0.0)), TILE)
+def _load(stage, H: gl.constexpr):
+    """Half H of a staged [64 tokens, 64 channels] tile, as [channels, tokens]."""
+    return gl.convert_layout(fp32(stage.slice(32 * H, 32).permute([1, 0]).load(MEMORY)), TILE)
 
 
 @gluon.jit
@@ -106,11 +109,6 @@ def _store(ptr, off, x, live):
         gl.store(ptr + off, bf16(x), mask=live)
     else:
         gl.store(ptr + off, x, mask=live)
-
-
-@gluon.jit
-def _load_all(ptr, off):
-    return gl.convert_layout(fp32(gl.load(ptr + off)), TILE)
 
 
 @gluon.jit
@@ -125,59 +123,61 @@ def _row_again(ptr):
 
 
 @gluon.jit
-def _gate(z_ptr, zo, bias, live, tail, rate, bound):
-    s = sigmoid(_load(z_ptr, zo, live) + bias, rate)
-    return gl.where(tail, (bound * LOG2E) * s, 0.0)
+def _gate(z, H: gl.constexpr, bias, tail, rate, bound):
+    return gl.where(tail, (bound * LOG2E) * gate_sigmoid(_load(z, H), rate, bias), 0.0)
 
 
 @gluon.jit
-def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, p_ptr, po, rp, dq_ptr, dk_ptr, dz_ptr, oo, a, l, ax, lx, kx, tx,
-          anchor, prefix, suffix, before, after, carry, bias, live, tail, rate, bound, scale,
-          K: gl.constexpr, SECOND: gl.constexpr):
+def _half(q_s, k_s, z_s, p0, p1, p2, rp, dq_ptr, dk_ptr, dz_ptr, oo, a, l, ax, lx, kx, tx,
+          anchor, prefix, suffix, before, after, carry, bias, live, tail, rate, bound, H: gl.constexpr):
     """See kside.py; every matrix argument lies in shared memory."""
-    up, start, stop, end = _factors(_gate(z_ptr, zo, bias, live, tail, rate, bound), anchor.load(RIGHT))
-    stop = stop * exp2(after)
-    pre = start * exp2(before)
-    beta = _row(rp)
-    q = _load(q_ptr, qo, live) * _row(rp + 64)
-    k = _load(k_ptr, ko, live) * _row(rp + 128)
-    dq = _load_all(p_ptr, po) * (up * (pre * scale))
+    up, start, stop, end = _factors(_gate(z_s, H, bias, tail, rate, bound), anchor.load(RIGHT))
+    first = up * (start * exp2(before))
+    q = _load(q_s, H) * _row(rp + 64)
+    k = _load(k_s, H) * _row(rp + 128)
+    dq = _load(p0, H) * first
     dG = q * dq
-    dk = _load_all(p_ptr + 64 * K, po) * (up * (beta * -pre))
+    dk = _load(p1, H) * first
     dG += k * dk
-    dk += _load_all(p_ptr + 128 * K, po) * (rcp(up) * stop)
-    if SECOND:
-        dq, dk, dG, tx = _pairs(q, k, kx, up * start, beta, ax, lx, dq, dk, dG)
+    dk += _load(p2, H) * (rcp(up) * (stop * exp2(after)))
+    if H == 1:
+        dq, dk, dG, tx = _pairs(q, k, kx, up * start, ax, lx, dq, dk, dG)
     else:
-        t = rcp(up) * (stop * exp2(-after))
+        t = rcp(up) * stop
         dk += tx * t
         dG -= tx * fp32(bf16(k * t))
     down = rcp(up)
     kh = bf16(k * down)
-    dq, dk, dG, t = _pairs(q, k, _left(kh), up, beta, a, l, dq, dk, dG)
+    dq, dk, dG, t = _pairs(q, k, _left(kh), up, a, l, dq, dk, dG)
     dk += t * down
     dG -= t * fp32(kh)
     a_d = _row(rp + 320)
-    gq = (dq + a_d * k - q * _row(rp + 192)) * _row_again(rp + 64)
-    _store(dq_ptr, oo, gq, live)
-    gk = (dk + a_d * q - k * _row(rp + 256)) * _row_again(rp + 128)
-    _store(dk_ptr, oo, gk, live)
+    _store(dq_ptr, oo, (dq + a_d * k - q * _row(rp + 192)) * _row_again(rp + 64), live)
+    _store(dk_ptr, oo, (dk + a_d * q - k * _row(rp + 256)) * _row_again(rp + 128), live)
     sum_dG = gl.expand_dims(gl.sum(dG, axis=1), 1)
     dg = _map(dG, suffix.load(RIGHT), gl.bfloat16) + carry
-    kd = k * (_load_all(p_ptr + 128 * K, po) * (rcp(up) * stop))
+    kd = k * (_load(p2, H) * (rcp(up) * (stop * exp2(after))))
     dg += _map(kd, prefix.load(RIGHT), gl.bfloat16)
-    x = _load(z_ptr, zo, live) + bias
-    s = sigmoid(x, rate)
+    z = _load(z_s, H)
+    s = gate_sigmoid(z, rate, bias)
     dz = gl.where(tail, dg * ((s - s * s) * (bound * rate)), 0.0)
     _store(dz_ptr, oo, dz, live)
-    return tx, sum_dG, gl.sum(dz, axis=1), gl.sum(dz * x, axis=1)
+    return tx, sum_dG, gl.expand_dims(gl.sum(dz, axis=1), 1), gl.expand_dims(gl.sum(dz * z, axis=1), 1)
+
+
+@gluon.jit
+def _stage(ptr, st, rows, cols, live):
+    """Start copying a [64, 64] tile; rows beyond the document arrive as zeros."""
+    s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], STAGE)
+    async_copy.async_copy_global_to_shared(s, ptr + (rows * st + cols), mask=live)
+    return s
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "HV"])
 def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_ptr, dA_ptr, dL_ptr, row_ptr,
                         dq_ptr, dk_ptr, dz_ptr, pA_ptr, pb_ptr,
-                        q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, T, NT, HV, scale, bound,
-                        GROUP: gl.constexpr, K: gl.constexpr, SAME: gl.constexpr, VARLEN: gl.constexpr):
+                        q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, T, NT, HV, bound,
+                        GROUP: gl.constexpr, K: gl.constexpr, VARLEN: gl.constexpr):
     pid = gl.program_id(0)
     ik = pid % (K // 64)
     hv = (pid // (K // 64)) % HV
@@ -220,49 +220,58 @@ def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_p
     live0 = jj < n
     live1 = 32 + jj < n
     oo = jj * (HV * K) + d          # offsets inside a chunk fit 32 bits (the launcher sees to it)
-    if SAME:
-        qo = oo
-        ko = oo
-        zo = oo
-    else:
-        qo = jj * q_st + d
-        ko = jj * k_st + d
-        zo = jj * z_st + d
-    po = jj * K + d
+    rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, ROWS)), 1)
+    cols = gl.expand_dims(ik * 64 + gl.arange(0, 64, gl.SliceLayout(0, ROWS)), 0)
+    copied = rows < n
+    pp = P_ptr + tile * (192 * K)
+    z_s = _stage(z_ptr, z_st, rows, cols, copied)
+    k_s = _stage(k_ptr, k_st, rows, cols, copied)
+    p2 = _stage(pp + 128 * K, K, rows, cols, rows < 64)
+    async_copy.commit_group()
+    mi = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, COPY)), 1)
+    mj = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, COPY)), 0)
+    mo = tile * 3072 + (mi * 32 + mj)
+    mats = gl.allocate_shared_memory(gl.bfloat16, [6, 32, 32], MATRIX)
+    for m in gl.static_range(3):
+        async_copy.async_copy_global_to_shared(mats.index(2 * m), dA_ptr + (1024 * m) + mo)
+        async_copy.async_copy_global_to_shared(mats.index(2 * m + 1), dL_ptr + (1024 * m) + mo)
+    q_s = _stage(q_ptr, q_st, rows, cols, copied)
+    p0 = _stage(pp, K, rows, cols, rows < 64)
+    p1 = _stage(pp + 64 * K, K, rows, cols, rows < 64)
+    async_copy.commit_group()
+
     rate = gl.exp2(gl.minimum(gl.load(A_log_ptr + hv).to(gl.float32) * LOG2E, 99.0))
     bias = gl.expand_dims(gl.load(bias_ptr + hv * K + dc).to(gl.float32), 1)
     w = gl.expand_dims(gl.load(w_ptr + tile * K + dc), 1)
     rp = row_ptr + tile * 512
-    pp = P_ptr + tile * (192 * K)
-
-    # the small matrices, once per program
-    ci = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, COPY)), 1)
-    cj = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, COPY)), 0)
-    mo = tile * 3072 + ci * 32 + cj
-    a0 = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.load(dA_ptr + mo))
-    l0 = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.load(dL_ptr + mo))
-    a1 = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.load(dA_ptr + 1024 + mo))
-    l1 = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.load(dL_ptr + 1024 + mo))
-    ax = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.load(dA_ptr + 2048 + mo))
-    lx = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.load(dL_ptr + 2048 + mo))
     anchor = gl.allocate_shared_memory(
         gl.float16, [32, 32], MATRIX,
-        (gl.where(ci <= cj, 1.0, 0.0) - gl.where(ci + cj * 0 < 16, 1.0, 0.0)).to(gl.float16))
-    prefix = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.where(ci < cj, 1.0, 0.0).to(gl.bfloat16))
-    suffix = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.where(ci >= cj, 1.0, 0.0).to(gl.bfloat16))
+        (gl.where(mi <= mj, 1.0, 0.0) - gl.where(mi + mj * 0 < 16, 1.0, 0.0)).to(gl.float16))
+    prefix = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.where(mi < mj, 1.0, 0.0).to(gl.bfloat16))
+    suffix = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.where(mi >= mj, 1.0, 0.0).to(gl.bfloat16))
 
-    end1 = gl.expand_dims(gl.sum(_gate(z_ptr + 32 * z_st, zo, bias, live1, tail1, rate, bound), axis=1), 1)
-    u0, start0, stop0, end0 = _factors(_gate(z_ptr, zo, bias, live0, tail0, rate, bound), anchor.load(RIGHT))
-    k0 = _load(k_ptr, ko, live0) * _row(rp + 128)
+    async_copy.wait_group(1)
+    gl.thread_barrier()
+    end1 = gl.expand_dims(gl.sum(_gate(z_s, 1, bias, tail1, rate, bound), axis=1), 1)
+    u0, start0, stop0, end0 = _factors(_gate(z_s, 0, bias, tail0, rate, bound), anchor.load(RIGHT))
+    k0 = _load(k_s, 0) * _row(rp + 128)
     kl = k0 * (rcp(u0) * stop0)
-    kd0 = gl.expand_dims(gl.sum(kl * _load_all(pp + 128 * K, po), axis=1), 1) * exp2(end1)
+    kd0 = gl.expand_dims(gl.sum(kl * _load(p2, 0), axis=1), 1) * exp2(end1)
     none = end0 * 0.0
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    ax = mats.index(4)
+    lx = mats.index(5)
     tx, sum1, pb1, pA1 = _half(
-        q_ptr + 32 * q_st, qo, k_ptr + 32 * k_st, ko, z_ptr + 32 * z_st, zo, pp + 32 * K, po, rp + 32,
-        dq_ptr + 32 * HV * K, dk_ptr + 32 * HV * K, dz_ptr + 32 * HV * K, oo, a1, l1, ax, lx,
-        _left(bf16(kl)), kl, anchor, prefix, suffix, end0, none, w + kd0, bias, live1, tail1, rate, bound, scale, K, True)
+        q_s, k_s, z_s, p0, p1, p2, rp + 32, dq_ptr + 32 * HV * K, dk_ptr + 32 * HV * K, dz_ptr + 32 * HV * K, oo,
+        mats.index(2), mats.index(3), ax, lx, _left(bf16(kl)), kl, anchor, prefix, suffix,
+        end0, none, w + kd0, bias, live1, tail1, rate, bound, 1)
     tx, sum0, pb0, pA0 = _half(
-        q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, po, rp, dq_ptr, dk_ptr, dz_ptr, oo, a0, l0, ax, lx, tx, tx,
-        anchor, prefix, suffix, none, end1, w + sum1, bias, live0, tail0, rate, bound, scale, K, False)
-    gl.store(pb_ptr + tile * K + dc, pb0 + pb1)
-    gl.store(pA_ptr + tile * K + dc, pA0 + pA1)
+        q_s, k_s, z_s, p0, p1, p2, rp, dq_ptr, dk_ptr, dz_ptr, oo,
+        mats.index(0), mats.index(1), ax, lx, tx, tx, anchor, prefix, suffix,
+        none, end1, w + sum1, bias, live0, tail0, rate, bound, 0)
+    pb = pb0 + pb1
+    pA = pA0 + pA1 + bias * pb
+    one = gl.expand_dims(dc, 1)
+    gl.store(pb_ptr + tile * K + one, pb)
+    gl.store(pA_ptr + tile * K + one, pA)

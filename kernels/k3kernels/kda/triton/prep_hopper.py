@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import LOG2E, bf16, exp2, fp32, rcp, sigmoid
+from .hopper import LOG2E, bf16, exp2, fp32, gate_sigmoid, rcp
 
 TILE = gl.constexpr(gl.BlockedLayout([4, 8], [8, 4], [1, 4], [1, 0]))
 TOKEN = gl.constexpr(gl.SliceLayout(1, TILE.value))
@@ -34,7 +34,7 @@ def _load(ptr, st, off, d, live):
 
 @gluon.jit
 def _gate(z_ptr, st, off, d, live, bias, rate, bound):
-    return gl.where(live, (bound * LOG2E) * sigmoid(_load(z_ptr, st, off, d, live) + bias, rate), 0.0)
+    return gl.where(live, (bound * LOG2E) * gate_sigmoid(_load(z_ptr, st, off, d, live), rate, bias), 0.0)
 
 
 @gluon.jit
@@ -89,11 +89,10 @@ def prep_hopper_kernel(q_ptr, k_ptr, z_ptr, beta_ptr, A_log_ptr, bias_ptr, table
     live1 = gl.expand_dims(t + 32, 1) < n
     rate = exp2(gl.minimum(gl.load(A_log_ptr + hv).to(gl.float32) * LOG2E, 99.0))
     bias = gl.expand_dims(gl.load(bias_ptr + hv * K + dc).to(gl.float32), 0)
-    one = gl.full([32], 1.0, gl.float32, TOKEN)
     beta0 = gl.load(beta_ptr + t * b_st, mask=t < n, other=0.0).to(gl.float32)
     beta1 = gl.load(beta_ptr + (t + 32) * b_st, mask=t + 32 < n, other=0.0).to(gl.float32)
-    gl.store(rp + t, gl.where(t < n, sigmoid(beta0, one), 0.0))
-    gl.store(rp + 32 + t, gl.where(t + 32 < n, sigmoid(beta1, one), 0.0))
+    gl.store(rp + t, gl.where(t < n, gate_sigmoid(beta0, 1.0, 0.0), 0.0))
+    gl.store(rp + 32 + t, gl.where(t + 32 < n, gate_sigmoid(beta1, 1.0, 0.0), 0.0))
 
     queries = gl.allocate_shared_memory(gl.bfloat16, [64, 128], OPERAND)
     across = gl.allocate_shared_memory(gl.bfloat16, [64, 128], OPERAND)

@@ -1,10 +1,10 @@
 """Stage 2 of the backward pass, parallel over chunks: every product that contracts or spans the value channels.
 
-  dA = s stril(dO V'^T)      dL = -stril(Y V'^T)                       three 32 x 32 blocks each, strictly causal
-  P  = dO S^T, Y S^T, V' dS^T   [64, K]                                 state terms of dq, dk
-  W  = Gam . rowsum_V(S . dS)   [K]                                     state term of the gate's gradient
+  dA = s stril(dO V'^T)      dL = -beta stril(Y V'^T)        three 32 x 32 blocks each, strictly causal
+  P  = s dO S^T, -beta Y S^T, V' dS^T   [64, K]               state terms of dq, dk
+  W  = Gam . rowsum_V(S . dS)   [K]                           state term of the gate's gradient
   dv = beta Y
-Four row sums replace what would otherwise be reductions over the key channels of the next stage, because each token's
+(dL here is the gradient of beta's cofactor in L, k_i . k_j e^(G_i - G_j).)  Four row sums replace what would otherwise be reductions over the key channels of the next stage, because each token's
 output is linear in its q, and its update is quadratic in its k:
   q . dq = o . dO          k . dk = 2 Y . V' - beta Y . v          dbeta_logit = (1 - beta) Y . V'          dA_ii = dO_i . V'_i
 """
@@ -73,7 +73,7 @@ def vside_kernel(v_ptr, o_ptr, do_ptr, table_ptr, Y_ptr, vn_ptr, h_ptr, dS_ptr, 
     bo = tile * 3072 + block * 1024 + (I % 32) * 32 + J % 32
     keep = (I >= 32) | (J < 32)
     tl.store(dA_ptr + bo, tl.where(I > J, dA * scale, 0.0).to(DT), mask=keep)
-    tl.store(dL_ptr + bo, tl.where(I > J, -dL, 0.0).to(DT), mask=keep)
+    tl.store(dL_ptr + bo, tl.where(I > J, dL * -beta[:, None], 0.0).to(DT), mask=keep)
     for k0 in tl.static_range(0, K, BK):
         d = k0 + tl.arange(0, BK)
         p0 = tl.zeros((64, BK), tl.float32)
@@ -95,7 +95,7 @@ def vside_kernel(v_ptr, o_ptr, do_ptr, table_ptr, Y_ptr, vn_ptr, h_ptr, dS_ptr, 
             p2 = dot(Vn, dS, p2, IP)
             w += tl.sum(h.to(tl.float32) * dS.to(tl.float32), axis=0)
         po = P_ptr + tile * (192 * K) + ii[:, None] * K + d[None, :]
-        tl.store(po, p0.to(DT))
-        tl.store(po + 64 * K, p1.to(DT))
+        tl.store(po, (p0 * scale).to(DT))
+        tl.store(po + 64 * K, (p1 * -beta[:, None]).to(DT))
         tl.store(po + 128 * K, p2.to(DT))
         tl.store(w_ptr + tile * K + d, w * tl.load(gam_ptr + tile * K + d))
