@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from k3train.model.k3 import K3Model
 from k3train.model.latent_moe import Router
 from k3train.model.parameters import initialize_parameters
 from k3train.parallel.layout import Layout
+from tests.parallel.cases import Seen
+from tests.parallel.pool import pool
 from tests.parallel.tiny import micro_batch, tiny_model
 
 MODES = ["full", "unit", "selective"]
@@ -100,3 +103,23 @@ def test_evaluation_counts_nothing_and_keeps_nothing(one_rank: Layout) -> None:
     with torch.no_grad():
         model(batch["tokens"], batch["labels"], PackedStream(batch["cu_seqlens"], 64, 32))
     assert all(m.load is None for m in model.modules() if isinstance(m, Router))
+
+
+@functools.cache
+def observed(mode: str, layout: tuple[tuple[str, int], ...]) -> Seen:
+    sizes, overrides = dict(layout), {"train.recompute": mode}
+    return pool(4).run("tests.parallel.cases:train", sizes=sizes, overrides=overrides, steps=1, timeout=120.0)[0][0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"context": 2, "tensor": 2}, {"pipeline": 2, "expert": 2}],
+    ids=["CP2xTP2+SP", "PP2xEP2"],
+)
+def test_a_step_of_four_ranks_is_the_same_step(mode: str, sizes: dict[str, int]) -> None:
+    layout = tuple(sizes.items())
+    got, want = observed(mode, layout), observed("none", layout)
+    assert (got.loss, got.grad_norm, got.tokens) == (want.loss, want.grad_norm, want.tokens)
+    assert torch.equal(got.load, want.load)
+    assert {n for n, g in got.gradients.items() if not torch.equal(g, want.gradients[n])} == set()
