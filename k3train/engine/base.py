@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +30,9 @@ class StepResult:
 class Engine(Protocol):
     """Build, step, evaluate, save, poll_save, load, full_parameters, agree."""
 
-    def step(self, batches: Iterator[Batch], lr: float, micro_batches: int) -> StepResult: ...
+    def step(
+        self, batches: Iterator[Batch], lr: float, micro_batches: int, *, max_grad_norm: float = inf
+    ) -> StepResult: ...
 
     def micro_batches(self, samples: int) -> int: ...
 
@@ -37,7 +40,9 @@ class Engine(Protocol):
 
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> tuple[float, int]: ...
 
-    def save(self, folder: Path, state: dict[str, Any], *, wait: bool = True) -> None: ...
+    def save(
+        self, folder: Path, state: dict[str, Any], *, seal: Callable[[Any], None] | None = None, wait: bool = True
+    ) -> None: ...
 
     def poll_save(self, *, wait: bool = False) -> Path | None: ...
 

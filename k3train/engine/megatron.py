@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from k3train.config.schema import Config
 from k3train.engine import gradients
 from k3train.engine.base import Batch, StepResult
-from k3train.engine.sharded_state import DirectSaveStrategy, model_state
-from k3train.model.build import build_chunks, chunks_of_rank, make_context
+from k3train.engine.gate import UpdateGate
+from k3train.engine.saving import Checksums, Saver, live_storages
+from k3train.engine.sharded_state import model_state
+from k3train.model.build import build_chunks, chunks_of_rank, link_stages, make_context, stage_borders
 from k3train.model.context import PackedStream
 from k3train.model.k3 import K3Model
 from k3train.parallel.layout import Layout
+from k3train.parallel.transport import Communicator
 
 
 def training_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -49,11 +53,23 @@ class MegatronEngine:
         self.ctx = make_context(config.model, layout, dtype, device, recompute=config.train.recompute)
         chunks = chunks_of_rank(config.model, layout.sizes, layout.pp.rank(), config.parallel.pipeline_layout)
         self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)
+        self.transport = self._link_stages()
         self.ddp = self._wrap()
         self.optimizer = self._make_optimizer()
-        self._pending: Path | None = None
+        self.gate = UpdateGate(self.optimizer, device)
+        self.saver = Saver()
 
     # -- building ---------------------------------------------------------------------------------------------------
+
+    def _link_stages(self) -> Communicator | None:
+        """Tell every chunk what crosses its borders, and make the transfers of this rank."""
+        sizes, parallel, train = self.layout.sizes, self.config.parallel, self.config.train
+        if sizes.pipeline == 1:
+            return None
+        table = stage_borders(self.config.model, sizes, parallel.pipeline_layout, parallel.transport)
+        link_stages(self.models, table)
+        split = sizes.context * (sizes.tensor if sizes.sequence_parallel else 1)
+        return Communicator(self.layout.pp, self.ctx.megatron, table, train.seq_length * train.micro_batch // split)
 
     def _wrap(self) -> list[DistributedDataParallel]:
         parallel = self.config.parallel
@@ -124,24 +140,37 @@ class MegatronEngine:
         size = self.layout.sizes.context
         return self.layout.cp.rank() * (total // size), total // size
 
-    @property
-    def schedule_length(self) -> int:
-        """What megatron's schedules take for the sequence length: it only sizes what crosses a stage border."""
+    def run_schedule(
+        self, forward: Callable[..., Any], sources: list[Any], micro_batches: int, *, forward_only: bool,
+        collect_non_loss_data: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """Run megatron's schedule with one source of batches a model chunk; what the loss function returned, on the
+        ranks of the last stage."""
         train = self.config.train
-        return train.seq_length * train.micro_batch * self.models[0].slots
+        options: dict[str, Any] = {}
+        if self.transport is not None:
+            self.transport.begin(micro_batches, forward_only=forward_only)
+            options = {"p2p_communicator": self.transport, "pg_collection": self.layout.groups}
+        for model in self.models:
+            if model.link is not None:
+                model.link.clear()
+        single = len(self.ddp) == 1
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=sources[0] if single else sources,
+            model=self.ddp[0] if single else self.ddp,
+            num_microbatches=micro_batches,
+            seq_length=train.seq_length * train.micro_batch,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            **options,
+        )
 
     def _run_schedule(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
         """Loss sum over counted tokens and their number, over all ranks."""
         sources = _fan_out(batches, micro_batches, len(self.ddp))
-        outputs = get_forward_backward_func()(
-            forward_step_func=self._forward,
-            data_iterator=sources if len(self.ddp) > 1 else sources[0],
-            model=self.ddp if len(self.ddp) > 1 else self.ddp[0],
-            num_microbatches=micro_batches,
-            seq_length=self.schedule_length,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        outputs = self.run_schedule(self._forward, sources, micro_batches, forward_only=forward_only)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for out in outputs:
             sums += out["sums"]
@@ -152,25 +181,38 @@ class MegatronEngine:
             dist.all_reduce(sums, group=self.layout.pp)
         return float(sums[0]), int(sums[1])
 
-    def step(self, batches: Iterator[Batch], lr: float, micro_batches: int) -> StepResult:
-        """One optimizer step over `micro_batches` of this rank; biases of the routers move once, after the last."""
+    def step(
+        self, batches: Iterator[Batch], lr: float, micro_batches: int, *, max_grad_norm: float = math.inf
+    ) -> StepResult:
+        """One optimizer step over `micro_batches` of this rank; biases of the routers move once, after the last.
+
+        Nothing moves, on any rank, and the result says skipped, where the loss or the gradient norm is not finite or
+        the norm is above `max_grad_norm`.
+        """
         for model in self.ddp:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=False)
         result = StepResult(loss_sum / max(tokens, 1), tokens)
-        if not torch.isfinite(torch.tensor(result.loss)):
-            result.skipped = True
-            for router in gradients.routers(self.models):
-                router.load = router.counts = None
-            return result
+        if not math.isfinite(result.loss):
+            return self._skipped(result)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        success, grad_norm, _ = self.optimizer.step()
-        result.grad_norm, result.skipped = float(grad_norm), not success
+        self.gate.limit = max_grad_norm
+        applied, _, _ = self.optimizer.step()
+        result.grad_norm = self.gate.norm
+        if not applied:
+            return self._skipped(result)
         loads = gradients.balance(self.models, self.layout)
         result.load, result.bias_range = self._gather_loads(loads)
+        return result
+
+    def _skipped(self, result: StepResult) -> StepResult:
+        """A step without an update: what its routers counted is forgotten too."""
+        result.skipped = True
+        for router in gradients.routers(self.models):
+            router.load = router.counts = None
         return result
 
     def micro_batches(self, samples: int) -> int:
@@ -223,16 +265,25 @@ class MegatronEngine:
             )
         return state
 
-    def save(self, folder: Path, state: dict[str, Any], *, wait: bool = True) -> None:
-        """Write this rank's shards into `folder` (exists, empty); `state` is small and equal on every rank."""
+    def save(
+        self, folder: Path, state: dict[str, Any], *, seal: Callable[[Checksums], None] | None = None, wait: bool = True
+    ) -> None:
+        """Write this rank's shards into `folder` (exists, empty); `state` is small and equal on every rank.
+
+        `seal` runs on rank 0 when all ranks have written. wait=False returns once the tensors are copied: ask
+        `poll_save` at the borders of later steps. Raises CheckpointError, on every rank, where one could not write.
+        """
         content = self.sharded_state(loading=False)
         content["state"] = state
-        dist_checkpointing.save(content, str(folder), DirectSaveStrategy())
+        if wait:
+            self.saver.save(content, folder, seal)
+        else:
+            self.saver.start(content, folder, seal, live_storages(self.models, self.optimizer))
 
     def poll_save(self, *, wait: bool = False) -> Path | None:
-        """The folder of a background save that has finished since the last call."""
-        done, self._pending = self._pending, None
-        return done
+        """The folder of a background save that every rank has finished since the last call. Collective; raises as
+        `save` does."""
+        return self.saver.poll(wait=wait)
 
     def load(self, folder: Path, *, optimizer: bool = True) -> dict[str, Any]:
         """Read a checkpoint written under any layout; returns the small state saved beside it."""

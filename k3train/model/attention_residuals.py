@@ -41,6 +41,11 @@ def tensors_before_layer(mode: str, layer: int, block: int) -> int:
     return 1 + 2 * layer if mode == "full" else 1
 
 
+def source_ends_before(mode: str, layer: int, block: int) -> bool:
+    """Whether the running sum in front of global layer `layer` is a finished source (nothing is added to it any more)."""
+    return mode == "full" or (mode == "block" and layer % block == 0)
+
+
 def mix(sources: list[torch.Tensor], query: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax_j( rms(v_j) . (norm_weight * query) ) weighted sum of the raw v_j, all in fp32 (spec 4.2).
 

@@ -8,12 +8,14 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from k3train.config.schema import ModelConfig, expand_pattern
+from k3train.model.attention_residuals import source_ends_before, tensors_before_layer
 from k3train.model.backend import make_backend
 from k3train.model.context import ModelContext
 from k3train.model.k3 import K3Model
 from k3train.model.parameters import initialize_parameters
 from k3train.parallel.layout import Layout, Sizes
 from k3train.parallel.pipeline import Chunk, split_layers
+from k3train.parallel.transport import Borders, StageLink, borders
 
 
 def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_cpu: bool) -> TransformerConfig:
@@ -62,13 +64,40 @@ def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_
     )
 
 
-def chunks_of_rank(model: ModelConfig, sizes: Sizes, rank: int, layout: str | None, costs: list[float] | None = None) -> list[Chunk]:
-    """The model chunks of pipeline rank `rank`, one a virtual stage."""
+def stage_ranges(
+    model: ModelConfig, sizes: Sizes, layout: str | None, costs: list[float] | None = None
+) -> list[tuple[int, int]]:
+    """Layers [first, last) of every stage, in the order data flows."""
     layers = len(expand_pattern(model.pattern, model.hybrid))
-    total = sizes.pipeline * sizes.virtual
-    ranges = split_layers(layers, total, layout, costs)
+    return split_layers(layers, sizes.pipeline * sizes.virtual, layout, costs)
+
+
+def chunks_of_rank(
+    model: ModelConfig, sizes: Sizes, rank: int, layout: str | None, costs: list[float] | None = None
+) -> list[Chunk]:
+    """The model chunks of pipeline rank `rank`, one a virtual stage."""
+    ranges = stage_ranges(model, sizes, layout, costs)
+    total = len(ranges)
     stages = [v * sizes.pipeline + rank for v in range(sizes.virtual)]
     return [Chunk(s, *ranges[s], embeds=s == 0, heads=s == total - 1) for s in stages]
+
+
+def stage_borders(
+    model: ModelConfig, sizes: Sizes, layout: str | None, transport: str, costs: list[float] | None = None
+) -> Borders:
+    """How many tensors of the depth state cross each border of the pipeline."""
+    mode, block = model.attention_residuals, model.residual_block
+    return borders(
+        stage_ranges(model, sizes, layout, costs), sizes.pipeline, transport,
+        lambda layer: tensors_before_layer(mode, layer, block), lambda layer: source_ends_before(mode, layer, block),
+    )  # fmt: skip
+
+
+def link_stages(models: list[K3Model], table: Borders) -> None:
+    """Give each chunk of this rank its borders; a chunk takes what the one before it on the rank has kept."""
+    earlier = None
+    for model in models:
+        model.link = earlier = StageLink(table, model.chunk.stage, earlier)
 
 
 def make_context(

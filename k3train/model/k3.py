@@ -10,11 +10,12 @@ from torch import nn
 
 from k3train.config.schema import expand_pattern
 from k3train.model import recompute
-from k3train.model.attention_residuals import DepthAttention, DepthState, tensors_before_layer
+from k3train.model.attention_residuals import DepthAttention, DepthState
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.layer import K3Layer
 from k3train.model.parameters import ParameterSpec, annotate
-from k3train.parallel.pipeline import Chunk, pack, unpack
+from k3train.parallel.pipeline import Chunk
+from k3train.parallel.transport import StageLink
 
 
 class Embedding(VocabParallelEmbedding):
@@ -55,10 +56,7 @@ class K3Model(MegatronModule):
             self.final_norm = ctx.backend.norm(ctx, model.hidden_size, eps=model.norm_eps)
             self.lm_head = ctx.backend.column(ctx, model.hidden_size, model.vocab_size)
         self.input_tensor: torch.Tensor | None = None
-        mode, block = model.attention_residuals, model.residual_block
-        self.tensors_in = tensors_before_layer(mode, chunk.first, block)
-        self.tensors_out = tensors_before_layer(mode, chunk.last, block)
-        self.slots = tensors_before_layer(mode, len(pattern), block)  # padded transport: what the last border would hold
+        self.link: StageLink | None = None  # the borders with the stages before and after, set where there are any
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor | None] | torch.Tensor | None) -> None:
         """Called by megatron's schedules with what the stage before sent."""
@@ -66,16 +64,17 @@ class K3Model(MegatronModule):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None, stream: PackedStream) -> torch.Tensor:
         """tokens, labels int64 [T] of this rank's slice -> loss fp32 [T] (labels given), logits [T, V / TP] (none
-        given), or the packed depth state [slots * T_local, 1, d] for the next stage."""
+        given), or the packed depth state [n * T_local, 1, d] for the next stage."""
         if self.pre_process:
             state = DepthState(partial=self.embedding(tokens))
         else:
-            assert self.input_tensor is not None
-            sources = unpack(self.input_tensor, self.tensors_in, self.slots)
+            assert self.input_tensor is not None and self.link is not None
+            sources = self.link.receive(self.input_tensor)
             state = DepthState(bank=sources[:-1], partial=sources[-1])
         state = self.run_layers(state, stream)
         if not self.post_process:
-            return pack(state.sources(), self.slots)
+            assert self.link is not None
+            return self.link.send(state.sources())
         hidden = self.ctx.layout.enter_tensor_parallel(self.final_norm(self.read_out(state)))
         logits = self.lm_head(hidden)
         return logits if labels is None else self.token_loss(logits, labels)

@@ -1,10 +1,8 @@
-"""Which layers a model chunk owns, and how the depth state crosses from one pipeline stage to the next."""
+"""Which layers a model chunk owns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
 
 from k3train.errors import LayoutError
 
@@ -77,16 +75,3 @@ def _balance(costs: list[float], chunks: int) -> list[tuple[int, int]]:
         ranges.append((cut[part][end], end))
         end = cut[part][end]
     return ranges[::-1]
-
-
-def pack(tensors: list[torch.Tensor], slots: int) -> torch.Tensor:
-    """[T, d] tensors -> [slots * T, 1, d], zero-padded: megatron's schedules move one 3-D tensor."""
-    missing = slots - len(tensors)
-    tensors = [*tensors, *[torch.zeros_like(tensors[0])] * missing] if missing else tensors
-    # not a view: the schedules free its storage once it is sent
-    return torch.cat([t.unsqueeze(1) for t in tensors])
-
-
-def unpack(packed: torch.Tensor, count: int, slots: int) -> list[torch.Tensor]:
-    """The first `count` tensors [T, d] of a packed [slots * T, 1, d]."""
-    return list(packed.squeeze(1).chunk(slots)[:count])

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from k3train.engine.megatron import MegatronEngine
 from k3train.model.context import PackedStream
@@ -54,16 +53,8 @@ def _next_token(engine: MegatronEngine, context: list[int], window: int) -> int:
 
         return output, take
 
-    chunks = engine.ddp
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[None] * len(chunks) if len(chunks) > 1 else None,
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=max(1, layout.sizes.pipeline),
-        seq_length=engine.schedule_length,
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
+    engine.run_schedule(
+        forward, [None] * len(engine.ddp), max(1, layout.sizes.pipeline), forward_only=True, collect_non_loss_data=True
     )
     everyone = [torch.empty_like(best) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, best)

@@ -1,0 +1,35 @@
+"""A gate between the gradient norm and the update: gradients that cannot be trusted change nothing, on any rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class UpdateGate:
+    """Stands inside the step of a megatron optimizer, which measures the norm, clips, and then applies the update.
+
+    limit: the largest gradient norm that is let through. norm: that of the last step. One small all-reduce a step
+    makes the ranks agree, whatever norms their own optimizers see.
+    """
+
+    def __init__(self, optimizer: Any, device: torch.device) -> None:
+        self.limit, self.norm, self.device = math.inf, math.nan, device
+        self._measure, self._apply = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+        optimizer.get_grad_norm = self._measured
+        optimizer.step_with_ready_grads = self._gated
+
+    def _measured(self) -> float:
+        self.norm = float(self._measure())
+        return self.norm
+
+    def _gated(self) -> bool:
+        refused = not (math.isfinite(self.norm) and self.norm <= self.limit)
+        if dist.get_world_size() > 1:
+            flag = torch.tensor([refused], dtype=torch.int32, device=self.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            refused = bool(flag.item())
+        return False if refused else self._apply()
