@@ -14,6 +14,7 @@ from .prep import prep_kernel
 from .prep_hopper import invert_kernel, prep_hopper_kernel
 from .reverse import reverse_kernel
 from .state import state_kernel
+from .state_hopper import reverse_hopper_kernel, state_hopper_kernel
 from .vside import vside_kernel
 
 
@@ -164,6 +165,11 @@ def forward(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: to
                K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
     o = _empty(v, p.B, p.T, p.HV, p.V)
     ST = _empty(v, p.N, p.HV, p.K, p.V, dtype=f) if final else None
+    if c.hopper:
+        launch(state_hopper_kernel, p.N * p.HV * (p.V // c.state_bv), v, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row,
+               S0, o, s.h, s.vn, ST, *_st(v), p.T, p.NT, p.HV, V=p.V, BV=c.state_bv, HAS_S0=S0 is not None, SAVE=save,
+               FINAL=final, VARLEN=p.table is not None, NW=c.state_warps, num_warps=c.state_warps)
+        return o, ST, s
     launch(state_kernel, p.N * p.HV * (p.V // c.state_bv), v, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, S0,
            o, s.h, s.vn, ST, *_st(v), p.T, p.NT, p.HV,
            K=p.K, V=p.V, BV=c.state_bv, HAS_S0=S0 is not None, SAVE=save, FINAL=final, **p.meta,
@@ -180,10 +186,15 @@ def backward(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: t
     dS = _empty(q, n, p.V, p.K)
     Y = _empty(q, n, 64, p.V)
     dS0 = _empty(q, p.N, p.HV, p.K, p.V, dtype=f) if want_dS0 else None
-    launch(reverse_kernel, p.N * p.HV * (p.V // c.reverse_bv), do, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, dST,
-           dS, Y, dS0, *_st(do), p.T, p.NT, p.HV,
-           K=p.K, V=p.V, BV=c.reverse_bv, HAS_DST=dST is not None, DS0=want_dS0, **p.meta,
-           NS=c.reverse_stages, num_warps=c.reverse_warps)
+    if c.hopper:
+        launch(reverse_hopper_kernel, p.N * p.HV * (p.V // c.reverse_bv), do, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam,
+               s.row, dST, dS, Y, dS0, *_st(do), p.T, p.NT, p.HV, V=p.V, BV=c.reverse_bv, HAS_DST=dST is not None,
+               DS0=want_dS0, VARLEN=p.table is not None, NW=c.reverse_warps, num_warps=c.reverse_warps)
+    else:
+        launch(reverse_kernel, p.N * p.HV * (p.V // c.reverse_bv), do, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, dST,
+               dS, Y, dS0, *_st(do), p.T, p.NT, p.HV,
+               K=p.K, V=p.V, BV=c.reverse_bv, HAS_DST=dST is not None, DS0=want_dS0, **p.meta,
+               NS=c.reverse_stages, num_warps=c.reverse_warps)
     dv = _empty(v, p.B, p.T, p.HV, p.V)
     db = _empty(beta, p.B, p.T, p.HV)
     dA = _empty(q, n, 3, 32, 32)
