@@ -211,7 +211,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"hidden {result['hidden']}, 9 layers, {GLOBAL} x {SEQUENCE} tokens a step, bf16; noise of the order of "
         f"addition: loss {spread['losses']:.2e}, gradient norm {spread['grad_norms']:.2e}",
-        "| layout | loss off by | gradient norm off by | ms a step | of two GPUs | sent, MB a rank and step | peak GB |",
+        "| layout | loss off by | gradient norm off by | ms a step | of two GPUs | sent, MB a rank, step | peak GB |",
         "|---|---|---|---|---|---|---|",
         f"| one GPU | - | - | {one['milliseconds']:.0f} | - | - | {one['peak_gb']:.1f} |",
     ]
