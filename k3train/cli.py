@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     code = launch.report(words[0] if words else PROGRAM, lambda: dispatch(words))
     sys.stdout.flush()
-    raise SystemExit(code)
+    raise SystemExit(launch.leave_code(code))
 
 
 def dispatch(words: list[str]) -> int | None:
@@ -45,6 +45,8 @@ def dispatch(words: list[str]) -> int | None:
     name, rest = split_verb(words)
     if verbs.VERBS[name].words:
         return verbs.call(name, rest)
+    if name == "submit":
+        return submit(rest)
     return run_composed(name, rest)
 
 
@@ -245,6 +247,34 @@ def expand_bare(name: str, override: str) -> str:
     if section is None or not equals or "." in bare or f"{section}.{bare}" not in all_keys():
         return override
     return f"{key.removesuffix(bare)}{section}.{bare}={value}"
+
+
+def submit(rest: list[str]) -> int | None:
+    """`k3train submit [-m] [--dry-run] overrides`: one job, or one a combination of the sweep."""
+    from k3train import sweep
+    from k3train.config import compose as composing
+    from k3train.config.overrides import check_overrides
+    from k3train.submit import Request
+
+    if "-h" in rest or "--help" in rest:
+        print(verb_help("submit", [w for w in rest if "=" in w]) + "\n--dry-run shows the script and submits nothing")
+        return 0
+    flags = [word for word in rest if word.startswith("-")]
+    unknown = set(flags) - {"--dry-run", "-m", "--multirun"}
+    if unknown:
+        raise ConfigError(f"{PROGRAM} submit knows --dry-run and -m, not {' '.join(sorted(unknown))}")
+    overrides = [word for word in rest if word not in flags]
+    check_overrides(overrides, composing.conf_dir())
+    if set(flags) & {"-m", "--multirun"}:
+        sweep.refuse_equal_names(overrides)
+        jobs = []
+        for job in sweep.jobs(overrides):
+            name = sweep.job_name(composing.compose(job).run.name, job)
+            words = [*(o for o in job if not o.startswith("run.name=")), f"run.name='{name}'"]
+            jobs.append((composing.compose(words), words))
+    else:
+        jobs = [(composing.compose(overrides), overrides)]
+    return verbs.call("submit", Request(jobs, dry_run="--dry-run" in flags))
 
 
 # --- completion ----------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ EXIT_REQUEUE = 75  # stopped on purpose before the end, with a checkpoint: run m
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_SECONDS = 20.0  # between SIGTERM and SIGKILL for the ranks left behind by a failed one
+STRAGGLE_SECONDS = float(os.environ.get("K3TRAIN_STRAGGLE_SECONDS", "120"))  # ranks may outlive the first to end well
 
 _ERROR_FOLDER = "K3TRAIN_ERROR_FOLDER"
 _SOURCE = "K3TRAIN_LAUNCHER"
@@ -298,7 +299,11 @@ def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all ranks end well (None) or one fails (its index; one killed by a signal before one that raised)."""
+    """Wait until all ranks end well (None) or one fails (its index; one killed by a signal before one that raised).
+
+    A rank that lives on long after another has ended hangs, or was stopped: it is ended.
+    """
+    first_end: float | None = None
     while True:
         codes = [rank.poll() for rank in ranks]
         bad = [i for i, code in enumerate(codes) if code not in (None, 0, EXIT_REQUEUE)]
@@ -308,6 +313,13 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
             bad = [i for i, code in enumerate(codes) if code not in (None, 0, EXIT_REQUEUE)]
             return min(bad, key=lambda i: ((codes[i] or 0) > 0, i))
         if all(code is not None for code in codes):
+            return None
+        if first_end is None and any(code is not None for code in codes):
+            first_end = time.monotonic()
+        if first_end is not None and time.monotonic() - first_end > STRAGGLE_SECONDS:
+            alive = ", ".join(str(i) for i, code in enumerate(codes) if code is None)
+            print(f"k3train: rank {alive} did not end with the others and is being ended", file=sys.stderr, flush=True)
+            _end(ranks)
             return None
         time.sleep(0.05)
 
@@ -357,6 +369,24 @@ def report(verb: str, call: Callable[[], int | None]) -> int:
     except BaseException:
         _tell(traceback.format_exc().rstrip())
         return EXIT_FAULT
+
+
+def leave_code(code: int, *, alone: bool = False) -> int:
+    """Note the outcome where a batch script looks for it ($K3TRAIN_EXIT_FILE), and return this process's exit code.
+
+    srun and torchrun end the other ranks when one exits with a code other than 0, so of the ranks of a planned stop
+    only rank 0 under srun says EXIT_REQUEUE; torchrun, which would call it a failure, hears 0 from all. `alone`: this
+    rank leaves while others may hang, so it says so whichever it is, and the others are to be ended.
+    """
+    place = find_place()
+    file = os.environ.get("K3TRAIN_EXIT_FILE")
+    if file and (alone or place is None or place.rank == 0):
+        with contextlib.suppress(OSError):
+            Path(file).write_text(f"{code}\n")
+    several = place is not None and place.world > 1 and place.source in ("slurm", "torchrun")
+    if code == EXIT_REQUEUE and place is not None and several and not alone:
+        return code if place.rank == 0 and place.source == "slurm" else 0
+    return code
 
 
 def _tell(text: str) -> None:

@@ -11,14 +11,15 @@ from k3train.config.overrides import parse
 from k3train.errors import ConfigError
 
 SUFFIX_LIMIT = 80  # characters; a longer suffix is cut and ends in a hash of the whole
+PLACES = ("run.", "hydra.", "hydra/", "cluster.", "cluster=")
 
 
 def suffix(overrides: list[str]) -> str:
     """The sorted overrides of a job as a part of a folder name; "" where nothing is left to tell.
 
-    run.* and hydra overrides are left out: they say where a run goes, not what it is.
+    run, cluster and hydra overrides are left out: they say where a run goes, not what it is.
     """
-    kept = sorted(o.lstrip("+") for o in overrides if not o.lstrip("+").startswith(("run.", "hydra.", "hydra/")))
+    kept = sorted(o.lstrip("+") for o in overrides if not o.lstrip("+").startswith(PLACES))
     text = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", ",".join(kept))
     if len(text) <= SUFFIX_LIMIT:
         return text

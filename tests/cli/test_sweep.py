@@ -17,7 +17,10 @@ def test_names_are_the_sorted_overrides() -> None:
 
 
 def test_where_a_run_goes_is_no_part_of_its_name() -> None:
-    assert sweep.job_name("a", ["run.dir=/x", "hydra/launcher=basic", "run.name=a"]) == "a"
+    assert (
+        sweep.job_name("a", ["run.dir=/x", "hydra/launcher=basic", "run.name=a", "cluster=slurm", "cluster.nodes=2"])
+        == "a"
+    )
 
 
 def test_long_names_are_cut_and_stay_distinct() -> None:
