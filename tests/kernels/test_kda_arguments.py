@@ -62,6 +62,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"cu_seqlens: must not decrease, got 5 then 3 at index 2",
     ),
+    "sizes that Triton lacks": (
+        {"backend": "triton"},
+        ValueError,
+        r"backend: triton takes K and V in .*got K = 4, V = 6",
+    ),
     "unknown backend": (
         {"backend": "cuda"},
         ValueError,

@@ -115,3 +115,29 @@ def test_a_batch_is_refused() -> None:
     inputs = {n: x for n, x in kda_inputs(B=2, T=8).items() if n not in ("q", "initial_state")}
     with pytest.raises(ValueError, match=r"k: a segment is one stream \[1, T, H, K\], got \[2, 8, 2, 16\]"):
         kda_segment(**inputs)
+
+
+def test_the_triton_backend_gives_the_same_summary() -> None:
+    """Under the interpreter without a GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs = {n: x.to(device) for n, x in kda_inputs(T=20, K=16, V=32).items() if n not in ("q", "initial_state")}
+    leaves = {n: x.float().requires_grad_() for n, x in inputs.items()}
+    actual = kda_segment(**leaves, backend="triton")
+    exact = {n: x.requires_grad_() for n, x in inputs.items()}
+    expected = kda_segment(**exact, backend="torch")
+    gradients = [
+        torch.autograd.grad(sum((x * x).sum() for x in summary), list(given.values()))
+        for summary, given in ((actual, leaves), (expected, exact))
+    ]
+    names = ["M", "S", *(f"d{n}" for n in inputs)]
+    assert_close([*actual, *gradients[0]], [*expected, *gradients[1]], names, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_summary_on_device(K: int, V: int) -> None:
+    inputs = {n: x for n, x in kda_inputs(T=500, K=K, V=V).items() if n not in ("q", "initial_state")}
+    expected = kda_segment(**inputs)
+    actual = kda_segment(**{n: x.to("cuda", torch.float32) for n, x in inputs.items()})
+    assert_close([x.cpu() for x in actual], expected, ["M", "S"], 1e-3)

@@ -97,3 +97,30 @@ def test_bad_arguments_are_refused(rung: str) -> None:
     for name in names[3:]:
         with pytest.raises(ValueError, match=rf"{name}: expected shape"):
             op(**{**inputs, name: torch.zeros(1, 8, 2, 16)}, **fixed)
+
+
+@pytest.mark.parametrize("rung", ["delta rule", "gated delta rule", "gated delta rule, bounded"])
+def test_triton_path(rung: str) -> None:
+    """Under the interpreter without a GPU; KDA's kernels with gates fixed or shared by the channels of a head."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    op, names, fixed = RUNGS[rung]
+    inputs = {name: x.to(device) for name, x in rung_inputs(names, T=20, documents=2).items()}
+    boundaries = torch.tensor([0, 7, 20], dtype=torch.int32, device=device)
+    expected, labels = outputs_and_gradients(op, inputs, backend="naive", cu_seqlens=boundaries, **fixed)
+    actual, _ = outputs_and_gradients(op, inputs, torch.float32, backend="triton", cu_seqlens=boundaries, **fixed)
+    assert_close(actual, expected, labels, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
+@rungs
+def test_on_device(rung: str, dtype: torch.dtype, tol: float) -> None:
+    op, names, fixed = RUNGS[rung]
+    inputs = rung_inputs(names, T=700, H=2, HV=4, K=64, V=128, documents=3)
+    low = {n: x.to("cuda", dtype if n in ("q", "k", "v", "z", "beta") else torch.float32) for n, x in inputs.items()}
+    boundaries = torch.tensor([0, 300, 301, 700], dtype=torch.int32)
+    exact = {n: x.double().cpu() for n, x in low.items()}
+    expected, labels = outputs_and_gradients(op, exact, backend="naive", cu_seqlens=boundaries, **fixed)
+    actual, _ = outputs_and_gradients(op, low, cu_seqlens=boundaries.cuda(), **fixed)
+    assert_close([x.cpu() for x in actual], expected, labels, tol)

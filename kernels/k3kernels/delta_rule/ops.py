@@ -48,13 +48,14 @@ def delta_rule(
     check_tensor("beta", beta, (B, T, HV), "[B, T, HV]")
     check_same_device("q", q, {"beta": beta})
     scale = K**-0.5 if scale is None else float(scale)
-    backend = pick_backend(backend, q)
+    backend = pick_backend(backend, q, k, v)
     final: Tensor | None
     if backend == "naive":
         o, final = delta_rule_naive(q, k, v, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
     elif backend == "triton":
         from k3kernels.kda.triton.api import kda_triton  # imports triton, which CPU users may lack
 
+        initial_state = None if initial_state is None else initial_state.float()
         z = q.new_zeros(1, 1, HV, K).expand(B, T, HV, K)
         A_log = torch.zeros(HV, device=q.device)
         dt_bias = torch.full((HV, K), OPEN_GATE, device=q.device)

@@ -58,7 +58,7 @@ def gated_delta(
     check_same_device("q", q, {"z": z, "beta": beta, "A_log": A_log, "dt_bias": dt_bias})
     bound = check_bound(bound)
     scale = K**-0.5 if scale is None else float(scale)
-    backend = pick_backend(backend, q)
+    backend = pick_backend(backend, q, k, v)
     final: Tensor | None
     if backend == "naive":
         o, final = gated_delta_naive(
@@ -67,6 +67,8 @@ def gated_delta(
         )  # fmt: skip
     elif backend == "triton":
         from k3kernels.kda.triton.api import kda_triton  # imports triton, which CPU users may lack
+
+        initial_state = None if initial_state is None else initial_state.float()
 
         o, final = kda_triton(
             q, k, v, z.unsqueeze(-1).expand(B, T, HV, K).contiguous(), beta, A_log,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from k3kernels.checks import (
@@ -16,14 +17,23 @@ from k3kernels.kda.chunk_torch import kda_torch
 from k3kernels.kda.naive import kda_naive
 
 BACKENDS = ("auto", "naive", "torch", "triton")
+TRITON_SIZES = (16, 32, 64, 128, 256)
+TRITON_DTYPES = (torch.bfloat16, torch.float32)
 
 
-def pick_backend(backend: str, q: Tensor) -> str:
-    """auto means Triton on CUDA tensors (except fp64, which it does not compute), chunked torch elsewhere."""
+def pick_backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The implementation to run: auto means Triton on CUDA tensors that it can take, chunked torch for all others."""
     check_choice("backend", backend, BACKENDS)
-    if backend != "auto":
+    if backend not in ("auto", "triton"):
         return backend
-    return "triton" if q.is_cuda and q.element_size() < 8 else "torch"
+    K, V = q.shape[-1], v.shape[-1]
+    fits = K in TRITON_SIZES and V in TRITON_SIZES and q.dtype in TRITON_DTYPES and q.dtype == k.dtype == v.dtype
+    if backend == "triton" and not fits:
+        raise ValueError(
+            f"backend: triton takes K and V in {TRITON_SIZES} and q, k, v all bfloat16 or all float32, got K = {K}, "
+            f"V = {V}, {q.dtype}, {k.dtype}, {v.dtype}; use backend='torch'"
+        )
+    return "triton" if backend == "triton" or (q.is_cuda and fits) else "torch"
 
 
 def check_arguments(
@@ -91,7 +101,8 @@ def kda(
         cu_seqlens: int32 or int64 [N+1], documents of a packed stream with B = 1; empty documents are allowed and
             pass their state through. Values are checked when the tensor lives on the CPU.
         output_final_state: also return the state after each document.
-        backend: auto (Triton on CUDA, else torch), naive, torch or triton.
+        backend: auto (Triton on CUDA, else torch), naive, torch or triton (K and V powers of two from 16 to 256; q, k
+            and v all bf16 or all fp32; under auto other inputs run on torch).
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state fp32 [N, HV, K, V] or None.
@@ -103,10 +114,12 @@ def kda(
     check_arguments(q, k, v, z, beta, A_log, dt_bias, initial_state, cu_seqlens)
     bound = check_bound(bound)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    backend = pick_backend(backend, q)
+    backend = pick_backend(backend, q, k, v)
     implementation: Callable[..., tuple[Tensor, Tensor | None]]
     if backend == "triton":
         from k3kernels.kda.triton.api import kda_triton as implementation  # imports triton, which CPU users may lack
+
+        initial_state = None if initial_state is None else initial_state.float()
     else:
         implementation = kda_naive if backend == "naive" else kda_torch
     return implementation(

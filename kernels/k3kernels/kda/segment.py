@@ -22,11 +22,12 @@ one summary per piece, and the fold runs in the order of the stream.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from k3kernels.checks import check_cu_seqlens
 from k3kernels.kda.naive import compute_dtype
-from k3kernels.kda.ops import kda, pick_backend
+from k3kernels.kda.ops import TRITON_SIZES, kda, pick_backend
 
 
 def local_cu_seqlens(cu_seqlens: Tensor, start: int, end: int) -> Tensor:
@@ -77,22 +78,32 @@ def kda_segment(
     start = 0 if cu_seqlens is None else int(cu_seqlens[-2])
     k, v, z, beta = (x[:, start:] for x in (k, v, z, beta))
     dtype = compute_dtype(k, v, z, beta, A_log, dt_bias)
-    # The state pass run on [v | 0] from [0 | I] ends in [S | M].
-    columns = V if pieces > 1 else V + K
-    padding = 0
-    if pick_backend(backend, k) == "triton":
-        padding = max(16, 1 << (columns - 1).bit_length()) - columns  # its value heads are powers of two
-    wide = torch.nn.functional.pad(v, (0, columns - V + padding))
-    entering = torch.zeros(1, HV, K, columns + padding, dtype=dtype, device=k.device)
-    if pieces == 1:
-        entering[..., V : V + K] = torch.eye(K, dtype=dtype, device=k.device)
-    _, end = kda(
-        k.detach(), k, wide, z, beta, A_log, dt_bias, bound=bound, initial_state=entering, output_final_state=True,
-        backend=backend,
-    )  # fmt: skip
-    assert end is not None
-    M = end[0, ..., V : V + K] if pieces == 1 else end.new_zeros(HV, K, K)
-    return M, end[0, ..., :V]
+    on_triton = pick_backend(backend, k, k, v) == "triton"
+
+    def end_state(values: Tensor, entering: Tensor | None) -> Tensor:
+        """Where the state pass ends with these values [1, T, HV, columns]; the output is not used."""
+        columns = values.shape[-1]
+        padding = max(16, 1 << (columns - 1).bit_length()) - columns if on_triton else 0  # it takes powers of two
+        if padding:
+            values = F.pad(values, (0, padding))
+            entering = None if entering is None else F.pad(entering, (0, padding))
+        _, end = kda(
+            k.detach(), k, values, z, beta, A_log, dt_bias, bound=bound, initial_state=entering,
+            output_final_state=True, backend=backend,
+        )  # fmt: skip
+        assert end is not None
+        return end[0, ..., :columns]
+
+    if pieces > 1:
+        S = end_state(v, None)
+        return S.new_zeros(HV, K, K), S
+    # The recurrence is linear in (values, state): run on [v | 0] from [0 | I] it ends in [S | M].
+    identity = torch.eye(K, dtype=dtype, device=k.device).expand(1, HV, K, K)
+    if on_triton and max(TRITON_SIZES) < V + K:
+        S = end_state(v, None)
+        return end_state(v.new_zeros(()).expand(*v.shape[:3], K), identity), S
+    end = end_state(F.pad(v, (0, K)), F.pad(identity, (V, 0)))
+    return end[..., V:], end[..., :V]
 
 
 def fold_segments(M: Tensor, S: Tensor) -> Tensor:
