@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from k3train.errors import DataError
-from k3train.tracking.heatmap import DIVERGING, matrix_to_array
-from k3train.tracking.jsonl import read_jsonl
+from k3train.tracking.heatmap import DIVERGING
+from k3train.tracking.jsonl import iter_jsonl
+from k3train.tracking.report_data import FrameKeeper
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,12 +43,26 @@ def series(records: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.
     return np.asarray([p[0] for p in pairs]), np.asarray([p[1] for p in pairs], dtype=np.float64)
 
 
-def _load(run_dir: str | os.PathLike[str], key: str) -> tuple[Path, list[dict[str, Any]]]:
+def _load(
+    run_dir: str | os.PathLike[str], needed: str, others: tuple[str, ...]
+) -> tuple[Path, list[dict[str, Any]], FrameKeeper]:
+    """The folder, the records reduced to the keys asked for, and thinned frames of `needed` if that is a matrix.
+
+    A long run's matrices would fill the memory: of those at most some hundred are kept.
+    """
     folder = Path(run_dir)
-    records = read_jsonl(folder / "metrics.jsonl")
-    if not any(key in record for record in records):
-        raise DataError(f"{folder / 'metrics.jsonl'} holds no {key}; point at the folder of a run that has trained")
-    return folder, records
+    file = folder / "metrics.jsonl"
+    wanted = {"step", needed, *others}
+    records, frames = [], FrameKeeper(64)
+    for record in iter_jsonl(file) if file.exists() else ():
+        kept = {key: value for key, value in record.items() if key in wanted}
+        if isinstance(kept.get(needed), list):
+            frames.add(record["step"], kept.pop(needed))
+        if len(kept) > 1:
+            records.append(kept)
+    if not frames.frames and not any(needed in record for record in records):
+        raise DataError(f"{file} holds no {needed}; point at the folder of a run that has trained")
+    return folder, records, frames
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -110,7 +125,8 @@ def plot_loss(run_dir: str | os.PathLike[str], *, unigram: float | None = None) 
     Returns:
         The path of the picture. Raises DataError when the run holds no loss.
     """
-    folder, records = _load(run_dir, "train/loss")
+    others = ("valid/loss", "valid/bits_per_byte", "valid/unigram_loss", "train/consumed_tokens", "train/lr")
+    folder, records, _ = _load(run_dir, "train/loss", others)
     steps, loss = series(records, "train/loss")
     valid_steps, valid = series(records, "valid/loss")
     _, bits = series(records, "valid/bits_per_byte")
@@ -172,28 +188,22 @@ def plot_loss(run_dir: str | os.PathLike[str], *, unigram: float | None = None) 
     return _save(figure, folder / "loss.png")
 
 
-def _mean_matrix(rows: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
-    return np.mean([matrix_to_array(row) for row in rows], axis=0)
-
-
 def plot_expert_load(run_dir: str | os.PathLike[str]) -> Path:
     """Draw `expert_load.png`: load of every expert of every layer, early and late, and MaxVio over the steps beneath.
 
-    Load 1.0 is a fair share. "Early" is the first logged step, "late" the mean of the last tenth of the logged ones.
+    Load 1.0 is a fair share. "Early" is the first logged step, "late" the mean of the last tenth of the logged ones
+    (of an even choice of them in a long run).
     Returns the path of the picture; raises DataError when the run has no expert load.
     """
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    folder, records = _load(run_dir, "moe/load")
-    loads = [r for r in records if "moe/load" in r]
-    tail = loads[-max(len(loads) // 10, 1) :]
-    late = f"step {tail[0]['step']:,}"
+    folder, records, keeper = _load(run_dir, "moe/load", ("moe/max_vio", "moe/max_vio_per_layer"))
+    frames = keeper.chosen(len(keeper.frames) + 1)
+    tail = frames[-max(len(frames) // 10, 1) :]
+    late = f"step {tail[0][0]:,}"
     if len(tail) > 1:
-        late = f"mean of steps {tail[0]['step']:,} to {tail[-1]['step']:,}"
-    pictures = [
-        (f"step {loads[0]['step']:,}", matrix_to_array(loads[0]["moe/load"])),
-        (late, _mean_matrix([r["moe/load"] for r in tail])),
-    ]
+        late = f"mean of steps {tail[0][0]:,} to {tail[-1][0]:,}"
+    pictures = [(f"step {frames[0][0]:,}", frames[0][1]), (late, np.mean([matrix for _, matrix in tail], axis=0))]
     layers, experts = pictures[0][1].shape
     colours = LinearSegmentedColormap.from_list("load", [tuple(c / 255 for c in stop) for stop in DIVERGING])
     block = float(np.clip(0.24 * layers, 1.5, 5.0))

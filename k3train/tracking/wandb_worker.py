@@ -6,6 +6,7 @@ scheduler sends to every process of a job, because the trainer ends it by closin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -53,6 +54,7 @@ class Mirror:
         self.extras: dict[str, Any] = {}
         self.logged = self.skipped = 0
         self.current: int | None = None
+        self.stamp: float | None = None
         self.error = ""
         self.status_time = 0.0
         before = json.loads(self.status_path.read_text()) if self.status_path.exists() else {}
@@ -74,8 +76,8 @@ class Mirror:
             init_timeout=hello["init_timeout_s"], x_stats_pid=int(hello["parent"]),
             x_disable_stats=not Path("/dev/nvidiactl").exists(),
         )  # fmt: skip
-        modes = ["online", "offline"] if hello["mode"] == "online" else ["offline"]
-        for mode in modes:
+        attempts = ["online"] * (hello["mode"] == "online") + ["offline"] * 3
+        for number, mode in enumerate(attempts, start=1):
             try:
                 run = wandb.init(
                     project=hello["project"], entity=hello["entity"], group=hello["group"], tags=list(hello["tags"]),
@@ -84,11 +86,12 @@ class Mirror:
                 )  # fmt: skip
                 return run, mode
             except Exception as error:  # a bad key, a dead network, a refused project: the run goes on offline
-                if mode == modes[-1]:
+                if number == len(attempts):
                     raise
-                self.error = f"online refused ({type(error).__name__}: {error}); the run is kept offline"
+                self.error = f"{mode} start refused ({type(error).__name__}: {error}); trying {attempts[number]}"
                 print(self.error, file=sys.stderr, flush=True)
-                wandb.teardown()  # the refused attempt would still hold the run's id
+                with contextlib.suppress(Exception):
+                    wandb.teardown()  # the refused attempt would still hold the run's id
         raise AssertionError("unreachable")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -103,6 +106,7 @@ class Mirror:
             row.update(self._spread(key, value, step))
         self.run.log(row, step=step)
         self.current = self.last_step = step
+        self.stamp = metrics.get("_timestamp")
         self.logged += 1
         self.write_status()
 
@@ -146,6 +150,8 @@ class Mirror:
             for key, (step, matrix) in self.late_media.items():
                 if step == self.current:
                     row.update(self._media(key, matrix))
+            if row and self.stamp is not None:
+                row["_timestamp"] = self.stamp  # a replayed step keeps its own time
             if row:
                 self.run.log(row, step=self.current)
         self.run.finish()
