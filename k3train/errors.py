@@ -19,6 +19,10 @@ class CheckpointError(K3TrainError, RuntimeError):
     """A checkpoint is damaged, incomplete, or of another model."""
 
 
+class DivergenceError(K3TrainError, ArithmeticError):
+    """The loss or the gradients of a run cannot be used, and going back did not help."""
+
+
 class DataError(K3TrainError, ValueError):
     """A corpus, tokenizer or dataset cannot be used."""
 

@@ -82,6 +82,17 @@ class GlobalBatchLoader:
         for batch in ready:
             yield batch.to(self.device, pin=self._on_gpu)
 
+    def samples(self, consumed: int, count: int) -> list[int]:
+        """Dataset indices of the `count` samples that follow `consumed`, over all ranks."""
+        return [self._past_skipped(consumed + j) for j in range(count)]
+
+    def leave_out(self, skip: Collection[int]) -> None:
+        """Leave these samples of the dataset's order out as well, from now on."""
+        self._skip = sorted({*self._skip, *skip})
+        for other in self._ahead.values():
+            other.cancel()
+        self._ahead = {}
+
     def close(self) -> None:
         """Stop reading ahead."""
         if self._thread is not None:

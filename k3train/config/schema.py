@@ -171,6 +171,7 @@ class TrainConfig:
     profile: str | None = None  # "start:stop" steps to trace
     threads: int = 0  # torch CPU threads a process; 0: cores / local processes
     watchdog_seconds: float = 600.0  # patience with a hung step after the first
+    max_norm_growth: float | None = 20.0  # a gradient norm above this many running medians is a bad step; null: never
     max_bad_steps: int = 5  # NaN or exploding steps in a row before falling back to a checkpoint
     stop_after: int | None = None  # stop (with a checkpoint) after this step, as a time limit would
 

@@ -64,18 +64,22 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def finish(writing: Path, final: Path, about: dict[str, Any]) -> None:
-    """Rank 0, after every rank has written: manifest with sizes and checksums, fsync of all, rename."""
-    files = {}
-    for path in sorted(p for p in writing.rglob("*") if p.is_file() and p.name != MANIFEST):
-        files[str(path.relative_to(writing))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        _fsync(path)
+def finish(writing: Path, final: Path, about: dict[str, Any], files: dict[str, dict[str, Any]] | None = None) -> None:
+    """Rank 0, after every rank has written: manifest with sizes and checksums, fsync of all, rename.
+
+    files: name -> {"bytes", "sha256"} where the writers have hashed and synced already; None reads every file here.
+    """
+    if files is None:
+        files = {}
+        for path in sorted(p for p in writing.rglob("*") if p.is_file() and p.name != MANIFEST):
+            files[str(path.relative_to(writing))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            _fsync(path)
     manifest = writing / MANIFEST
     manifest.write_text(json.dumps({**about, "files": files}, indent=1, sort_keys=True))
     _fsync(manifest)
     _fsync(writing)
     if final.exists():  # the same step saved again (say, at a stop right after a periodic save)
-        shutil.rmtree(final)
+        _remove(final)
     writing.rename(final)
     _fsync(final.parent)
 
@@ -101,9 +105,15 @@ def verify(path: Path) -> None:
             raise CheckpointError(f"{path}: {name} does not have the checksum of the manifest")
 
 
-def newest_good(root: Path, say: Callable[[str], None]) -> Found | None:
-    """The newest checkpoint whose checksums hold; damaged ones are named and passed over, never deleted."""
+def newest_good(root: Path, say: Callable[[str], None], before: int | None = None) -> Found | None:
+    """The newest checkpoint whose checksums hold, of a step below `before` if given.
+
+    'Newest' is by the step in the name: clocks of nodes and file servers disagree. Damaged ones are named and passed
+    over, never deleted.
+    """
     for found in reversed(list_checkpoints(root)):
+        if before is not None and found.step >= before:
+            continue
         try:
             verify(found.path)
             return found
@@ -139,11 +149,24 @@ def prune(root: Path, keep_last: int, keep_every: int | None) -> list[Path]:
     for old in found[: max(0, len(found) - max(keep_last, 1))]:
         if keep_every and old.step % keep_every == 0:
             continue
-        doomed = root / f"{WRITING}removing-{old.path.name}"
-        old.path.rename(doomed)  # from here on no reader takes it for whole
-        shutil.rmtree(doomed)
+        _remove(old.path)
         removed.append(old.path)
     return removed
+
+
+def forget_after(root: Path, step: int) -> list[Path]:
+    """Remove checkpoints of later steps: the run went back to `step`, and their future did not happen."""
+    removed = [found.path for found in list_checkpoints(root) if found.step > step]
+    for path in removed:
+        _remove(path)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    doomed = path.with_name(f"{WRITING}removing-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)  # from here on no reader takes it for whole
+    shutil.rmtree(doomed)
 
 
 def clear_unfinished(root: Path) -> list[Path]:

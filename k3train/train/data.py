@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,12 @@ class Source:
 
     def batches(self, consumed_samples: int, micro_batches: int) -> Iterator[Batch]:
         return as_engine_batches(self.loader.batches(consumed_samples, micro_batches))
+
+    def samples(self, consumed_samples: int, count: int) -> list[int]:
+        return self.loader.samples(consumed_samples, count)
+
+    def leave_out(self, samples: Collection[int]) -> None:
+        self.loader.leave_out(samples)
 
 
 def as_engine_batches(batches: Iterator[Any]) -> Iterator[Batch]:
@@ -51,7 +57,8 @@ def prepare_data(config: Config, layout: Layout, device: torch.device, say: Call
 
     data, train, model = config.data, config.train, config.model
     manifest = open_corpus(
-        [part.strip() for part in data.corpus.split(",")], prefix=data.prefix, tokenizer=data.tokenizer, vocab_size=model.vocab_size,
+        [part.strip() for part in data.corpus.split(",")],
+        prefix=data.prefix, tokenizer=data.tokenizer, vocab_size=model.vocab_size,
         validation_fraction=data.validation_fraction, text_field=data.text_field, workers=data.workers,
         cache=data.cache, progress=_progress(say),
     )  # fmt: skip
@@ -78,9 +85,7 @@ def prepare_data(config: Config, layout: Layout, device: torch.device, say: Call
     def validation() -> tuple[Iterator[Batch], int]:
         return as_engine_batches(evaluation_batches(held_out, train.eval_samples, device=device, **ranks)), steps
 
-    return RunData(
-        Source(loader), validation, manifest.tokenizer, manifest.tokens_per_byte, manifest.unigram_nats
-    )
+    return RunData(Source(loader), validation, manifest.tokenizer, manifest.tokens_per_byte, manifest.unigram_nats)
 
 
 def _progress(say: Callable[[str], None]) -> Callable[[str, int, int], None]:

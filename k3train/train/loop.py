@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol
 
 from k3train.config.schema import Config
@@ -19,6 +20,12 @@ class BatchSource(Protocol):
     """Micro-batches of the global batch that starts at a global sample index: a pure function of that index."""
 
     def batches(self, consumed_samples: int, micro_batches: int) -> Iterator[Batch]: ...
+
+    def samples(self, consumed_samples: int, count: int) -> list[int]:
+        """Dataset indices of `count` sequences from that index on, over all ranks."""
+
+    def leave_out(self, samples: Collection[int]) -> None:
+        """Never give these dataset indices (again)."""
 
 
 class Callback:
@@ -48,6 +55,8 @@ class Trainer:
     is_main: bool = True
     say: Callable[[str], None] = print
     stop_reason: str | None = None
+    step_samples: int = 0  # sequences of the last step
+    max_grad_norm: float = inf  # of the next step; a callback may lower it
     shared: dict[str, Any] = field(default_factory=dict)  # what callbacks tell each other
 
     def request_stop(self, reason: str) -> None:
@@ -87,15 +96,17 @@ class Trainer:
             callback.before_step(self)
         start = time.perf_counter()
         micro = self.engine.micro_batches(samples)
-        result = self.engine.step(self.data.batches(state.consumed_samples, micro), lr, micro)
+        batches = self.data.batches(state.consumed_samples, micro)
+        result = self.engine.step(batches, lr, micro, max_grad_norm=self.max_grad_norm)
         seconds = time.perf_counter() - start
         state.step += 1
+        self.step_samples = samples
         state.consumed_samples += samples
         state.consumed_tokens += samples * config.train.seq_length
         state.skipped_steps += result.skipped
-        state.last_loss = result.loss
-        if state.first_loss is None:
-            state.first_loss = result.loss
+        if not result.skipped:
+            state.last_loss = result.loss
+            state.first_loss = result.loss if state.first_loss is None else state.first_loss
         metrics: dict[str, Any] = {
             "train/loss": result.loss,
             "train/lr": lr,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from k3train.config.schema import Config
+from k3train.errors import EnvironmentError_
 
 
 def run_training(config: Config) -> int:
@@ -69,22 +70,34 @@ class _Run:
         from k3train.train.data import prepare_data
 
         config = self.config
-        compose.check_run_folder(config)
+        saved = compose.check_run_folder(config)
         sizes = layouts.sizes_from_config(config.parallel, self.place.world)
         layout = layouts.initialize(sizes)
         self.say(f"run: {self.folder} ({self.place.describe()}, layout {sizes.describe()}, {self._where()})")
         data = prepare_data(config, layout, self.device, self.say)
         if self.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            compose.save_resolved(config, self.folder / "config.yaml")
-            shutil.copyfile(data.tokenizer, self.folder / "tokenizer.json")
+            self._lay_out(data.tokenizer)
         engine = self._engine(layout)
-        trainer = self._trainer(engine, data)
+        trainer = self._trainer(engine, data, compose.diff(saved, config) if saved is not None else {})
         begin, begin_tokens = time.perf_counter(), trainer.state.consumed_tokens
         trainer.train()
         rate = (trainer.state.consumed_tokens - begin_tokens) / max(time.perf_counter() - begin, 1e-9)
         self._finish(trainer, engine, data, rate)
         return 0 if trainer.finished else launch.EXIT_REQUEUE
+
+    def _lay_out(self, tokenizer: Path) -> None:
+        """The run folder with its configuration and tokenizer. Raises EnvironmentError_ where it cannot be written."""
+        from k3train.config import compose
+
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            compose.save_resolved(self.config, self.folder / "config.yaml")
+            shutil.copyfile(tokenizer, self.folder / "tokenizer.json")
+        except OSError as error:
+            raise EnvironmentError_(
+                f"{self.folder} cannot be written ({error.strerror or error}); make room or allow writing there, or "
+                "type run.dir=ELSEWHERE"
+            ) from error
 
     def _where(self) -> str:
         import torch
@@ -102,7 +115,9 @@ class _Run:
 
         return MegatronEngine(self.config, layout, self.device)
 
-    def _trainer(self, engine: Any, data: Any) -> Any:
+    def _trainer(self, engine: Any, data: Any, changes: dict[str, tuple[Any, Any]]) -> Any:
+        import torch.distributed as dist
+
         from k3train.config import compose
         from k3train.planning import flops
         from k3train.tracking.progress import Progress
@@ -110,9 +125,11 @@ class _Run:
         from k3train.tracking.wandb import WandbSettings
         from k3train.train.callbacks.checkpointing import Checkpointing
         from k3train.train.callbacks.evaluation import Evaluation
+        from k3train.train.callbacks.guard import Guard
         from k3train.train.callbacks.reporting import Reporting
         from k3train.train.callbacks.signals import StopSignals
         from k3train.train.callbacks.statistics import DepthAndDecay, ExpertLoad, Throughput
+        from k3train.train.callbacks.watchdog import Watchdog
         from k3train.train.loop import Trainer
 
         config = self.config
@@ -126,23 +143,35 @@ class _Run:
                 settings=WandbSettings(project=tracking.project, entity=tracking.entity),
             )  # fmt: skip
             state.run_id = tracker.run_id
+            if resumed and changes:
+                shown = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
+                self.say(f"the configuration has changed since this run was last started: {shown}")
+                tracker.event("config", shown, state.step)
             if state.step < config.train.steps:
                 self.progress = Progress(config.train.steps, state.step, every_seconds=config.tracking.progress_seconds)
+        shared_id = [state.run_id]
+        dist.broadcast_object_list(shared_id, src=0)  # the state is saved once and must be the same on every rank
+        state.run_id = shared_id[0]
         counted = flops.flops_per_token(config.model, config.train.seq_length)
         devices = self.place.world
         peak = flops.PEAK_TFLOPS if self.device.type == "cuda" else None
         about = {"model": config.model.name, "run": config.run.name}
+        checkpointing = Checkpointing(self.folder / "checkpoints", about, tracker)
+        watchdog = Watchdog(self.folder / "logs", self.place.rank, config.train.watchdog_seconds, tracker)
+        growth, bad_steps = config.train.max_norm_growth, config.train.max_bad_steps
         callbacks = [
+            watchdog,
             StopSignals(),
             ExpertLoad(),
             DepthAndDecay(config.tracking.decay_every),
             Throughput(counted, devices, peak),
             Reporting(tracker, self.progress, config.train.log_every),
-            Checkpointing(self.folder / "checkpoints", about),
+            checkpointing,
+            Guard(checkpointing, tracker, growth=growth, max_bad_steps=bad_steps),
         ]
         if data.held_out is not None:
             every = config.train.eval_every
-            callbacks.insert(4, Evaluation(every, data.held_out, data.tokens_per_byte, data.unigram_loss))
+            callbacks.insert(5, Evaluation(every, data.held_out, data.tokens_per_byte, data.unigram_loss))
         return Trainer(config, engine, data.train, state, callbacks, is_main=self.is_main, say=self.say)
 
     def _resume(self, engine: Any) -> tuple[Any, bool]:
@@ -177,6 +206,7 @@ class _Run:
     def _finish(self, trainer: Any, engine: Any, data: Any, tokens_per_second: float) -> None:
         from k3train.tracking.progress import final_table
         from k3train.train.callbacks import reporting
+
         sample = None
         if self.config.train.sample_tokens > 0 and self.config.engine.name == "megatron":
             from tokenizers import Tokenizer
@@ -195,7 +225,9 @@ class _Run:
         account = trainer.shared.get("wandb", {})
         rows.append(("run folder", f"{self.folder} (metrics.jsonl, {', '.join(p.name for p in drawn)}, sample.txt)"))
         rows.append(("checkpoint", str(trainer.shared.get("checkpoint", self.folder / "checkpoints"))))
-        rows.append(("W&B", f"{account.get('mode', 'disabled')} run in {account.get('folder') or self.folder / 'wandb'}"))
+        rows.append(
+            ("W&B", f"{account.get('mode', 'disabled')} run in {account.get('folder') or self.folder / 'wandb'}")
+        )
         if not trainer.finished:
             sentence = f"Stopped ({trainer.stop_reason}) with a checkpoint. The same command goes on: {self._command()}"
         else:
@@ -211,7 +243,9 @@ class _Run:
             from k3train.inference.decoder import Decoder
             from k3train.inference.generate import Sampling, generate
 
-            return [row[0] for row in generate(Decoder(engine.models[0]), [prompt], count, Sampling()) if row[0] is not None]
+            return [
+                row[0] for row in generate(Decoder(engine.models[0]), [prompt], count, Sampling()) if row[0] is not None
+            ]
         from k3train.train.sampling import greedy
 
         return greedy(engine, prompt, count)

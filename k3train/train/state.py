@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -20,6 +20,11 @@ class RunState:
     validation_loss: float | None = None
     run_id: str | None = None  # of W&B, one for the life of the run
     restarts: int = 0
+    bad_steps: int = 0  # in a row, up to now
+    bad_since: int = 0  # consumed_samples where that row began
+    grad_norms: list[float] = field(default_factory=list)  # of the latest good steps, newest last
+    left_out: list[list[int]] = field(default_factory=list)  # dataset samples never to be read again: [first, last + 1]
+    rollbacks: list[int] = field(default_factory=list)  # the steps that the run went back to, in order
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -21,6 +21,7 @@ class Reporting(Callback):
 
     def on_step(self, trainer: Trainer, result: StepResult, metrics: dict[str, Any]) -> None:
         step = trainer.state.step
+        metrics |= trainer.shared.pop("save", {})  # how long the last checkpoint took
         if self.tracker is not None:
             if result.skipped:
                 self.tracker.event("skip", f"loss {result.loss}: no update", step)
