@@ -40,7 +40,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyp
     import torch.distributed as dist
 
     from k3train.parallel import layout
+    from k3train.platform import install_adam
 
+    install_adam()
     if not dist.is_initialized():
         store = tmp_path_factory.mktemp("store") / "file"
         backend = "nccl" if torch.cuda.is_available() else "gloo"

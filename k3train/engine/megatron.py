@@ -104,8 +104,20 @@ class MegatronEngine:
             use_distributed_optimizer=self.config.parallel.distributed_optimizer,
             overlap_param_gather=self.config.parallel.overlap_param_gather,
         )  # fmt: skip
-        no_decay = ParamKey(predicate=ParamPredicate(name="no_decay", fn=lambda p: not has_weight_decay(p)))
-        return get_megatron_optimizer(config, self.ddp, config_overrides={no_decay: {"wd_mult": 0.0}})
+
+        def without_decay(name: str, fp32: bool) -> ParamKey:
+            def wanted(p: torch.nn.Parameter) -> bool:
+                return not has_weight_decay(p) and (p.dtype == torch.float32) == fp32
+
+            return ParamKey(predicate=ParamPredicate(name=name, fn=wanted))
+
+        # fp32 parameters of a bf16 model get a group of their own (told apart by naming the same peak rate): in a
+        # group of both dtypes megatron's distributed optimizer pairs states with the wrong parameters on saving
+        overrides: dict[ParamKey, Any] = {
+            without_decay("no_decay", False): {"wd_mult": 0.0},
+            without_decay("no_decay_fp32", True): {"wd_mult": 0.0, "max_lr": optim.lr},
+        }
+        return get_megatron_optimizer(config, self.ddp, config_overrides=overrides)
 
     def _finalize(self, models: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
         # replicated-but-partial gradients first: the data-parallel reduction may leave a rank only its own shard
