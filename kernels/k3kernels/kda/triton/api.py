@@ -1,21 +1,23 @@
-"""Buffers, launch parameters and autograd around the KDA kernels."""
+"""Buffers, launches and autograd around the KDA kernels."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+from torch import Tensor
 
-from .index import chunk_table
 from .kside import kside_kernel
 from .kside_hopper import kside_hopper_kernel
+from .plan import Problem, plan
 from .prep import prep_kernel
 from .prep_hopper import invert_kernel, prep_hopper_kernel
 from .reverse import reverse_kernel
 from .state import state_kernel
 from .state_hopper import reverse_hopper_kernel, state_hopper_kernel
 from .vside import vside_kernel
+from .vside_hopper import vside_hopper_kernel
+
+F32 = torch.float32
 
 
 def launch(kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
@@ -24,203 +26,113 @@ def launch(kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
         kernel[(programs,)](*args, **meta)
 
 
-@dataclass(frozen=True)
-class Config:
-    """Launch parameters: tile sizes and warps of each kernel."""
-
-    prep_bd: int
-    prep_warps: int
-    state_bv: int
-    state_warps: int
-    state_stages: int
-    reverse_bv: int
-    reverse_warps: int
-    reverse_stages: int
-    vside_warps: int
-    kside_bd: int
-    kside_warps: int
-    hopper: bool = False
+def _rows(x: Tensor, aligned: bool) -> Tensor:
+    """x itself if the kernels can read it in place, else a copy.  All of them want channels next to each other; the
+    explicit-layout kernels also 16-byte copies and 32-bit offsets inside a chunk."""
+    ok = x.stride(-1) == 1 or x.shape[-1] == 1
+    if ok and aligned:
+        ok = x.data_ptr() % 16 == 0 and x.stride(1) < 2**24 and all(s % 16 == 0 for s in x.stride()[:3])
+    return x if ok else x.clone(memory_format=torch.contiguous_format)
 
 
-def choose(K: int, V: int, dtype: torch.dtype) -> Config:
-    """The configuration for a shape.  Pure: the device tests check the gradients of every value it can return."""
-    tuned = K == 128 and V == 128 and dtype == torch.bfloat16
-    if tuned:
-        return Config(16, 2, 128, 8, 2, 128, 8, 2, 4, 32, 2, True)
-    bv = min(V, 64 if dtype == torch.bfloat16 and K <= 128 else 32)
-    bd = min(K, 32)
-    return Config(bd, 2, bv, 4, 1, bv, 4, 1, 4, bd, 2)
-
-
-def block_size(bound: float | None) -> int:
-    """Tokens of a middle-anchored block: the largest whose factors stay below 2^127 (see common.py)."""
-    if bound is None:
-        return 8
-    return 32 if bound >= -5.4 else 16
-
-
-@dataclass
-class Problem:
-    """Everything about one call that is not a tensor of the caller."""
-
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    N: int
-    NT: int
-    NC: int
-    bound: float | None
-    scale: float
-    table: torch.Tensor | None
-    doc: torch.Tensor | None
-    dtype: torch.dtype
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        low = self.dtype == torch.bfloat16
-        return {
-            "VARLEN": self.table is not None,
-            "DT": tl.bfloat16 if low else tl.float32,
-            "IP": "tf32" if low else "tf32x3",
-        }
-
-    @property
-    def gate(self) -> dict[str, Any]:
-        return {
-            "GROUP": self.HV // self.H,
-            "BS": block_size(self.bound),
-            "BOUNDED": self.bound is not None,
-            "HT": tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
-        }
-
-
-def _problem(q: torch.Tensor, v: torch.Tensor, bound: float | None, scale: float | None,
-             cu_seqlens: torch.Tensor | None) -> Problem:
-    B, T, H, K = q.shape
-    HV, V = v.shape[-2:]
-    table = doc = None
-    nt = (T + 63) // 64
-    n, nc = B, B * nt
-    if cu_seqlens is not None:
-        n = cu_seqlens.numel() - 1
-        table, doc, nc = chunk_table(cu_seqlens, T)
-    scale = K**-0.5 if scale is None else scale
-    return Problem(B, T, H, HV, K, V, n, nt, nc, bound, scale, table, doc, q.dtype)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself if its channels are contiguous (other strides are free), else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _st(x: torch.Tensor) -> tuple[int, int, int]:
+def _st(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
 @dataclass
 class Saved:
-    """Buffers that the forward pass leaves for the backward pass, indexed by tile."""
+    """Buffers that the forward pass leaves for the backward pass, indexed by tile: Q+, K+, Kb [64, K]; A, M [64, 64];
+    Gam [K]; row scalars [8, 64] (beta, 1/|q|, 1/|k|, then three of vside.py); state at the chunk's start [V, K]; V'."""
 
-    Qp: torch.Tensor
-    Kp: torch.Tensor
-    Kb: torch.Tensor
-    A: torch.Tensor
-    M: torch.Tensor
-    gam: torch.Tensor
-    row: torch.Tensor
-    h: torch.Tensor
-    vn: torch.Tensor
+    Qp: Tensor
+    Kp: Tensor
+    Kb: Tensor
+    A: Tensor
+    M: Tensor
+    gam: Tensor
+    row: Tensor
+    h: Tensor
+    vn: Tensor
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return self.Qp, self.Kp, self.Kb, self.A, self.M, self.gam, self.row, self.h, self.vn
 
 
-def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(*shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def forward(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor,
-            A_log: torch.Tensor, dt_bias: torch.Tensor, S0: torch.Tensor | None, final: bool,
-            save: bool) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:
-    c = choose(p.K, p.V, p.dtype)
-    n = p.NC * p.HV
-    f = torch.float32
+def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
+            S0: Tensor | None, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
+    """o, the final state if wanted, and what the backward pass needs (h and V' only with save)."""
+    c, n = p.config, p.tiles
+    varlen = p.table is not None
     s = Saved(
         *(_empty(q, n, 64, p.K) for _ in range(3)), _empty(q, n, 64, 64), _empty(q, n, 64, 64),
-        _empty(q, n, p.K, dtype=f), _empty(q, n, 8, 64, dtype=f),
+        _empty(q, n, p.K, dtype=F32), _empty(q, n, 8, 64, dtype=F32),
         _empty(q, *((n, p.V, p.K) if save else (0,))), _empty(q, *((n, 64, p.V) if save else (0,))),
     )
-    if c.hopper and p.bound is not None and block_size(p.bound) == 32:
+    inputs = (q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A)
+    sizes = (s.gam, s.row, *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound or 0.0)
+    if c.hopper and c.blocks32:
         L = _empty(q, n, 3, 32, 32, dtype=torch.float16)
-        launch(prep_hopper_kernel, n, q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A, L, s.gam, s.row,
-               *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound,
-               GROUP=p.HV // p.H, K=p.K, VARLEN=p.table is not None, num_warps=4)
-        launch(invert_kernel, n, L, s.row, p.table, s.M, p.HV, VARLEN=p.table is not None, num_warps=1)
+        launch(prep_hopper_kernel, n, *inputs, L, *sizes, GROUP=p.HV // p.H, K=p.K, VARLEN=varlen, num_warps=4)
+        launch(invert_kernel, n, L, s.row, p.table, s.M, p.HV, VARLEN=varlen, num_warps=1)
     else:
-        launch(prep_kernel, n, q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row,
-               *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound or 0.0,
-               K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
+        launch(prep_kernel, n, *inputs, s.M, *sizes, K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
     o = _empty(v, p.B, p.T, p.HV, p.V)
-    ST = _empty(v, p.N, p.HV, p.K, p.V, dtype=f) if final else None
+    ST = _empty(v, p.N, p.HV, p.K, p.V, dtype=F32) if final else None
+    args = (v, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, S0, o, s.h, s.vn, ST, *_st(v), p.T, p.NT, p.HV)
+    flags = {"V": p.V, "BV": c.state_bv, "HAS_S0": S0 is not None, "SAVE": save, "FINAL": final}
+    programs = p.N * p.HV * (p.V // c.state_bv)
     if c.hopper:
-        launch(state_hopper_kernel, p.N * p.HV * (p.V // c.state_bv), v, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row,
-               S0, o, s.h, s.vn, ST, *_st(v), p.T, p.NT, p.HV, V=p.V, BV=c.state_bv, HAS_S0=S0 is not None, SAVE=save,
-               FINAL=final, VARLEN=p.table is not None, NW=c.state_warps, num_warps=c.state_warps)
-        return o, ST, s
-    launch(state_kernel, p.N * p.HV * (p.V // c.state_bv), v, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, S0,
-           o, s.h, s.vn, ST, *_st(v), p.T, p.NT, p.HV,
-           K=p.K, V=p.V, BV=c.state_bv, HAS_S0=S0 is not None, SAVE=save, FINAL=final, **p.meta,
-           NS=c.state_stages, num_warps=c.state_warps)
+        launch(state_hopper_kernel, programs, *args, **flags, VARLEN=varlen, NW=c.state_warps, num_warps=c.state_warps)
+    else:
+        launch(state_kernel, programs, *args, **flags, K=p.K, **p.meta, NS=1, num_warps=c.state_warps)
     return o, ST, s
 
 
-def backward(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor,
-             A_log: torch.Tensor, dt_bias: torch.Tensor, o: torch.Tensor, s: Saved, do: torch.Tensor,
-             dST: torch.Tensor | None, want_dS0: bool) -> tuple[torch.Tensor | None, ...]:
-    c = choose(p.K, p.V, p.dtype)
-    n = p.NC * p.HV
-    f = torch.float32
+def backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
+             o: Tensor, s: Saved, do: Tensor, dST: Tensor | None, want_dS0: bool) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, z, beta, A_log, dt_bias and, if wanted, of the initial state."""
+    c, n = p.config, p.tiles
+    varlen = p.table is not None
     dS = _empty(q, n, p.V, p.K)
     Y = _empty(q, n, 64, p.V)
-    dS0 = _empty(q, p.N, p.HV, p.K, p.V, dtype=f) if want_dS0 else None
+    dS0 = _empty(q, p.N, p.HV, p.K, p.V, dtype=F32) if want_dS0 else None
+    args = (do, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, dST, dS, Y, dS0, *_st(do), p.T, p.NT, p.HV)
+    flags = {"V": p.V, "BV": c.state_bv, "HAS_DST": dST is not None, "DS0": want_dS0}
+    programs = p.N * p.HV * (p.V // c.state_bv)
     if c.hopper:
-        launch(reverse_hopper_kernel, p.N * p.HV * (p.V // c.reverse_bv), do, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam,
-               s.row, dST, dS, Y, dS0, *_st(do), p.T, p.NT, p.HV, V=p.V, BV=c.reverse_bv, HAS_DST=dST is not None,
-               DS0=want_dS0, VARLEN=p.table is not None, NW=c.reverse_warps, num_warps=c.reverse_warps)
+        launch(reverse_hopper_kernel, programs, *args, **flags, VARLEN=varlen, NW=c.state_warps,
+               num_warps=c.state_warps)
     else:
-        launch(reverse_kernel, p.N * p.HV * (p.V // c.reverse_bv), do, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, dST,
-               dS, Y, dS0, *_st(do), p.T, p.NT, p.HV,
-               K=p.K, V=p.V, BV=c.reverse_bv, HAS_DST=dST is not None, DS0=want_dS0, **p.meta,
-               NS=c.reverse_stages, num_warps=c.reverse_warps)
+        launch(reverse_kernel, programs, *args, **flags, K=p.K, **p.meta, NS=1, num_warps=c.state_warps)
+
     dv = _empty(v, p.B, p.T, p.HV, p.V)
     db = _empty(beta, p.B, p.T, p.HV)
-    dA = _empty(q, n, 3, 32, 32)
-    dL = _empty(q, n, 3, 32, 32)
+    dA, dL = _empty(q, n, 3, 32, 32), _empty(q, n, 3, 32, 32)
     P = _empty(q, n, 3, 64, p.K)
-    w = _empty(q, n, p.K, dtype=f)
-    launch(vside_kernel, n, v, o, do, p.table, Y, s.vn, s.h, dS, s.gam, s.row, dv, db, dA, dL, P, w,
-           *_st(v), *_st(do), p.T, p.NT, p.HV, p.scale,
-           K=p.K, V=p.V, BK=min(p.K, 128), BV=min(p.V, 128), **p.meta, num_warps=c.vside_warps)
-    del dS, Y
-    group = p.HV // p.H
-    gt = q.dtype if group == 1 else f
-    dq = _empty(q, p.B, p.T, p.HV, p.K, dtype=gt)
-    dk = _empty(q, p.B, p.T, p.HV, p.K, dtype=gt)
-    dz = _empty(z, p.B, p.T, p.HV, p.K)
-    nk = p.K // c.kside_bd
-    pA = _empty(q, p.NC, p.HV, p.K, dtype=f)
-    pb = _empty(q, p.NC, p.HV, p.K, dtype=f)
-    if c.hopper and p.bound is not None and block_size(p.bound) == 32:
-        launch(kside_hopper_kernel, n * 2, q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb,
-               *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.bound,
-               GROUP=group, K=p.K, VARLEN=p.table is not None, num_warps=4)
+    w = _empty(q, n, p.K, dtype=F32)
+    args = (v, o, do, p.table, Y, s.vn, s.h, dS, s.gam, s.row, dv, db, dA, dL, P, w, *_st(v), *_st(do),
+            p.T, p.NT, p.HV, p.scale)
+    if c.hopper:
+        launch(vside_hopper_kernel, n, *args, VARLEN=varlen, num_warps=4)
     else:
-        launch(kside_kernel, n * nk, q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb,
-               *_st(q), *_st(k), *_st(z), p.T, p.NT, p.HV, p.bound or 0.0,
-               K=p.K, BD=c.kside_bd, **p.meta, **p.gate, num_warps=c.kside_warps)
+        launch(vside_kernel, n, *args, K=p.K, V=p.V, BK=min(p.K, 128), BV=min(p.V, 128), **p.meta, num_warps=4)
+    del dS, Y
+
+    group = p.HV // p.H
+    dq, dk = (_empty(q, p.B, p.T, p.HV, p.K, dtype=q.dtype if group == 1 else F32) for _ in range(2))
+    dz = _empty(z, p.B, p.T, p.HV, p.K)
+    pA, pb = (_empty(q, p.NC, p.HV, p.K, dtype=F32) for _ in range(2))
+    args = (q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb, *_st(q), *_st(k), *_st(z),
+            p.T, p.NT, p.HV, p.bound or 0.0)
+    if c.hopper and c.blocks32:
+        launch(kside_hopper_kernel, n * 2, *args, GROUP=group, K=p.K, VARLEN=varlen, num_warps=4)
+    else:
+        launch(kside_kernel, n * (p.K // c.kside_bd), *args, K=p.K, BD=c.kside_bd, **p.meta, **p.gate,
+               num_warps=c.kside_warps)
     if group > 1:
         dq = dq.view(p.B, p.T, p.H, group, p.K).sum(3).to(q.dtype)
         dk = dk.view(p.B, p.T, p.H, group, p.K).sum(3).to(k.dtype)
@@ -241,27 +153,24 @@ class _KDA(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do, dST):  # type: ignore[no-untyped-def]
         q, k, v, z, beta, A_log, dt_bias, o, *rest = ctx.saved_tensors
-        if do is None:
-            do = torch.zeros_like(o)
-        do = _rows(do)
-        dST = dST.contiguous() if dST is not None else None
+        do = torch.zeros_like(o) if do is None else _rows(do, ctx.p.config.hopper)
+        dST = None if dST is None else dST.contiguous()
         g = backward(ctx.p, q, k, v, z, beta, A_log, dt_bias, o, Saved(*rest), do, dST, ctx.needs_input_grad[7])
         return *g, None, None
 
 
-def kda_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor,
-               A_log: torch.Tensor, dt_bias: torch.Tensor, *, bound: float | None = -5.0, scale: float | None = None,
-               initial_state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
-               output_final_state: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+def kda_triton(q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, *,
+               bound: float | None = -5.0, scale: float | None = None, initial_state: Tensor | None = None,
+               cu_seqlens: Tensor | None = None, output_final_state: bool = False) -> tuple[Tensor, Tensor | None]:
     """Chunked KDA; shapes, units and errors are those of `k3kernels.kda.kda`, which validates the arguments.
 
-    q, k [B, T, H, K] and v [B, T, HV, V] share one dtype, bf16 or fp32; channels are read with stride 1 (a tensor with
-    another channel stride is copied), every other stride is free.  Returns o [B, T, HV, V] and the final state
-    fp32 [N, HV, K, V] or None.  Launches 2 kernels forward and 3 backward (one more with cu_seqlens), never waits for
-    the device, and gives the same bits for the same inputs.
+    q, k [B, T, H, K] and v [B, T, HV, V] share one dtype, bf16 or fp32.  Tensors are read in place whatever the strides
+    of B, T and the heads; channels must lie next to each other (and rows start at multiples of 32 bytes for the
+    explicit-layout kernels), else a copy is made.  Returns o [B, T, HV, V] and the final state fp32 [N, HV, K, V] or None.
+    Never waits for the device; the same inputs give the same bits.
     """
-    p = _problem(q, v, bound, scale, cu_seqlens)
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
-    q, k, v, z = _rows(q), _rows(k), _rows(v), _rows(z)
-    return _KDA.apply(q, k, v, z, beta, A_log.contiguous(), dt_bias.contiguous(), initial_state, p, output_final_state)
+    p = plan(q, v, z, bound, scale, cu_seqlens)
+    fast = p.config.hopper
+    q, k, v, z = _rows(q, fast), _rows(k, fast), _rows(v, fast), _rows(z, fast)
+    S0 = None if initial_state is None else initial_state.contiguous()
+    return _KDA.apply(q, k, v, z, beta, A_log.contiguous(), dt_bias.contiguous(), S0, p, output_final_state)

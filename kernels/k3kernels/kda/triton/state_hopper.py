@@ -2,7 +2,7 @@
 
 One chunk is a chain of three dependent products; everything else is hidden behind it: the next chunk's tiles are on their
 way to shared memory, products off the chain run asynchronously, and finished tiles leave through shared memory (16-byte
-stores) while the tensor cores work.  A program owns BV rows of S^T; 4 warps hold 64 of them.
+stores) one pass later, while the tensor cores work.  A program owns BV rows of S^T; 4 warps hold 64 of them.
 """
 
 from triton.experimental import gluon
@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .hopper import bf16, fp32
 
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 WIDE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
@@ -61,9 +62,9 @@ def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, ga
     gam_ptr += tile * K
     row_ptr += tile * 512
     h_ptr += tile * (V * K) + iv * (BV * K)
-    vn_ptr += tile * (64 * V) + iv * BV
+    vn_ptr += (tile - HV) * (64 * V) + iv * BV        # this and o: one chunk behind, see the loop
     v_ptr += b64 * v_sb + row0.to(gl.int64) * v_st + hv.to(gl.int64) * v_sh + iv * BV
-    o_ptr += ((b64 * T + row0) * HV + hv) * V + iv * BV
+    o_ptr += ((b64 * T + row0 - 64) * HV + hv) * V + iv * BV
 
     i128 = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, R128)), 1)
     j128 = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, R128)), 0)
@@ -72,7 +73,9 @@ def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, ga
     ib = gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, R128)), 1)
     iV = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, RV)), 1)
     jV = gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, RV)), 0)
-    jc = gl.arange(0, 64, gl.SliceLayout(0, CHUNK))
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    l128 = gl.arange(0, 128, LINE)
+    l64 = gl.arange(0, 64, LINE)
     js = gl.arange(0, 128, gl.SliceLayout(0, STATE))
 
     sp = (seg.to(gl.int64) * HV + hv) * (K * V) + (
@@ -91,6 +94,9 @@ def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, ga
     if SAVE:
         h_s = gl.allocate_shared_memory(gl.bfloat16, [BV, K], WIDE)
         vn_s = gl.allocate_shared_memory(gl.bfloat16, [64, BV], WIDE)
+        h_s.store(bf16(S))
+    gam_s = gl.allocate_shared_memory(gl.float32, [2, K], FLAT)
+    beta_s = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     zero = gl.full([BV, 64], 0.0, gl.float32, CHUNK)
     some = chunks > 0
     _fetch(Kp_s, 0, Kp_ptr, i128, j128, K, (i128 < 64) & some)
@@ -99,11 +105,11 @@ def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, ga
     _fetch(Kb_s, 0, Kb_ptr, i128, j128, K, (i128 < 64) & some)
     _fetch(Qp_s, 0, Qp_ptr, i128, j128, K, (i128 < 64) & some)
     _fetch(A_s, 0, A_ptr, i64, j64, 64, (i64 < 64) & some)
+    async_copy.async_copy_global_to_shared(gam_s.index(0), gam_ptr + l128, mask=(l128 < 128) & some)
+    async_copy.async_copy_global_to_shared(beta_s.index(0), row_ptr + l64, mask=(l64 < 64) & some)
     async_copy.commit_group()
     for c in range(chunks):
         s = c % 2
-        gam = gl.load(gam_ptr + js)
-        beta = gl.expand_dims(gl.load(row_ptr + jc), 0)
         async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()
@@ -116,43 +122,48 @@ def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, ga
         gam_ptr += HV * K
         row_ptr += HV * 512
         v_ptr += 64 * v_st
-        live = iV < rows - c * 64
         _fetch(Kp_s, 1 - s, Kp_ptr, i128, j128, K, (i128 < 64) & more)
         _fetch(v_s, 1 - s, v_ptr, iV, jV, v_st, iV < rows - (c + 1) * 64)
         _fetch(M_s, 1 - s, M_ptr, i64, j64, 64, (i64 < 64) & more)
         _fetch(Kb_s, 1 - s, Kb_ptr, i128, j128, K, (i128 < 64) & more)
         _fetch(Qp_s, 1 - s, Qp_ptr, i128, j128, K, (i128 < 64) & more)
         _fetch(A_s, 1 - s, A_ptr, i64, j64, 64, (i64 < 64) & more)
+        async_copy.async_copy_global_to_shared(gam_s.index(1 - s), gam_ptr + l128, mask=(l128 < 128) & more)
+        async_copy.async_copy_global_to_shared(beta_s.index(1 - s), row_ptr + l64, mask=(l64 < 64) & more)
         async_copy.commit_group()
 
-        Sb = bf16(S)
-        left = gl.convert_layout(Sb, LEFT)
+        left = gl.convert_layout(bf16(S), LEFT)
         R = warpgroup_mma(left, Kp_s.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
         O = warpgroup_mma(left, Qp_s.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+        # tiles that the end of the previous pass left in shared memory go out while the tensor cores work
         if SAVE:
-            h_s.store(Sb)
-            gl.thread_barrier()
             gl.store(h_ptr + (ib * K + j128), h_s.load(R128))
+            gl.store(vn_ptr + (iV * V + jV), vn_s.load(RV), mask=(iV < 64) & (c > 0))
             h_ptr += HV * (V * K)
+            vn_ptr += HV * (64 * V)
+        gl.store(o_ptr + (iV * (HV * V) + jV), out_s.load(RV), mask=(iV < 64) & (c > 0))
+        o_ptr += 64 * HV * V
         vT = fp32(v_s.index(s).permute([1, 0]).load(CHUNK))
+        beta = gl.expand_dims(beta_s.index(s).load(gl.SliceLayout(0, CHUNK)), 0)
         R, left = warpgroup_mma_wait(1, deps=[R, left])
         X = gl.convert_layout(bf16((vT - R) * beta), LEFT)
         Vn = warpgroup_mma(X, M_s.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-        S = S * gl.expand_dims(gam, 0)
+        S = S * gl.expand_dims(gam_s.index(s).load(gl.SliceLayout(0, STATE)), 0)
         Vn, O, X = warpgroup_mma_wait(0, deps=[Vn, O, X])
         Vb = bf16(Vn)
         S = warpgroup_mma(gl.convert_layout(Vb, LEFT_S), Kb_s.index(s), S, is_async=True)
         O = warpgroup_mma(gl.convert_layout(Vb, LEFT), A_s.index(s).permute([1, 0]), O, is_async=True)
+        gl.thread_barrier()
         if SAVE:
             vn_s.permute([1, 0]).store(Vb)
-            gl.thread_barrier()
-            gl.store(vn_ptr + (iV * V + jV), vn_s.load(RV))
-            vn_ptr += HV * (64 * V)
         S, O, Vb = warpgroup_mma_wait(0, deps=[S, O, Vb])
+        if SAVE:
+            h_s.store(bf16(S))
         out_s.permute([1, 0]).store(bf16(O))
-        gl.thread_barrier()
-        gl.store(o_ptr + (iV * (HV * V) + jV), out_s.load(RV), mask=live)
-        o_ptr += 64 * HV * V
+    gl.thread_barrier()
+    if SAVE:
+        gl.store(vn_ptr + (iV * V + jV), vn_s.load(RV), mask=(iV < 64) & some)
+    gl.store(o_ptr + (iV * (HV * V) + jV), out_s.load(RV), mask=(iV < rows - (chunks - 1) * 64) & some)
     async_copy.wait_group(0)
     if FINAL:
         gl.store(ST_ptr + sp, S)
@@ -188,7 +199,7 @@ def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr,
     gam_ptr += tile * K
     row_ptr += tile * 512
     dS_ptr += tile * (V * K) + iv * (BV * K)
-    Y_ptr += tile * (64 * V) + iv * BV
+    Y_ptr += (tile + HV) * (64 * V) + iv * BV         # one chunk behind, see the loop
     do_ptr += b.to(gl.int64) * do_sb + (row0 + last * 64).to(gl.int64) * do_st + hv.to(gl.int64) * do_sh + iv * BV
 
     i128 = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, R128)), 1)
@@ -198,7 +209,9 @@ def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr,
     ib = gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, R128)), 1)
     iV = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, RV)), 1)
     jV = gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, RV)), 0)
-    jc = gl.arange(0, 64, gl.SliceLayout(0, CHUNK))
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    l128 = gl.arange(0, 128, LINE)
+    l64 = gl.arange(0, 64, LINE)
     js = gl.arange(0, 128, gl.SliceLayout(0, STATE))
     sp = (seg.to(gl.int64) * HV + hv) * (K * V) + (
         gl.expand_dims(js, 0) * V + gl.expand_dims(iv * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1))
@@ -214,6 +227,9 @@ def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr,
     do_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BV], WIDE)
     h_s = gl.allocate_shared_memory(gl.bfloat16, [BV, K], WIDE)
     y_s = gl.allocate_shared_memory(gl.bfloat16, [64, BV], WIDE)
+    h_s.store(bf16(dS))
+    gam_s = gl.allocate_shared_memory(gl.float32, [2, K], FLAT)
+    beta_s = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     zero = gl.full([BV, 64], 0.0, gl.float32, CHUNK)
     some = chunks > 0
     _fetch(Kb_s, 0, Kb_ptr, i128, j128, K, (i128 < 64) & some)
@@ -222,11 +238,11 @@ def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr,
     _fetch(M_s, 0, M_ptr, i64, j64, 64, (i64 < 64) & some)
     _fetch(Qp_s, 0, Qp_ptr, i128, j128, K, (i128 < 64) & some)
     _fetch(Kp_s, 0, Kp_ptr, i128, j128, K, (i128 < 64) & some)
+    async_copy.async_copy_global_to_shared(gam_s.index(0), gam_ptr + l128, mask=(l128 < 128) & some)
+    async_copy.async_copy_global_to_shared(beta_s.index(0), row_ptr + l64, mask=(l64 < 64) & some)
     async_copy.commit_group()
     for c in range(chunks):
         s = c % 2
-        gam = gl.load(gam_ptr + js)
-        beta = gl.expand_dims(gl.load(row_ptr + jc), 0)
         async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()
@@ -236,8 +252,8 @@ def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr,
         Kb_ptr -= HV * (64 * K)
         A_ptr -= HV * 4096
         M_ptr -= HV * 4096
-        gam_ptr -= gl.where(more, HV * K, 0)
-        row_ptr -= gl.where(more, HV * 512, 0)
+        gam_ptr -= HV * K
+        row_ptr -= HV * 512
         do_ptr -= 64 * do_st
         _fetch(Kb_s, 1 - s, Kb_ptr, i128, j128, K, (i128 < 64) & more)
         _fetch(do_s, 1 - s, do_ptr, iV, jV, do_st, (iV < 64) & more)
@@ -245,30 +261,33 @@ def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr,
         _fetch(M_s, 1 - s, M_ptr, i64, j64, 64, (i64 < 64) & more)
         _fetch(Qp_s, 1 - s, Qp_ptr, i128, j128, K, (i128 < 64) & more)
         _fetch(Kp_s, 1 - s, Kp_ptr, i128, j128, K, (i128 < 64) & more)
+        async_copy.async_copy_global_to_shared(gam_s.index(1 - s), gam_ptr + l128, mask=(l128 < 128) & more)
+        async_copy.async_copy_global_to_shared(beta_s.index(1 - s), row_ptr + l64, mask=(l64 < 64) & more)
         async_copy.commit_group()
 
         doT = do_s.index(s).permute([1, 0])
-        Sb = bf16(dS)
-        left = gl.convert_layout(Sb, LEFT)
+        left = gl.convert_layout(bf16(dS), LEFT)
         dV = warpgroup_mma(left, Kb_s.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
         dV = warpgroup_mma(doT, A_s.index(s), dV, is_async=True)
-        h_s.store(Sb)
-        gl.thread_barrier()
         gl.store(dS_ptr + (ib * K + j128), h_s.load(R128))
+        gl.store(Y_ptr + (iV * V + jV), y_s.load(RV), mask=(iV < 64) & (c > 0))
         dS_ptr -= HV * (V * K)
-        dS = dS * gl.expand_dims(gam, 0)
+        Y_ptr -= HV * (64 * V)
+        dS = dS * gl.expand_dims(gam_s.index(s).load(gl.SliceLayout(0, STATE)), 0)
         dV, left = warpgroup_mma_wait(0, deps=[dV, left])
         dVb = gl.convert_layout(bf16(dV), LEFT)
         Y = warpgroup_mma(dVb, M_s.index(s), zero, use_acc=False, is_async=True)
         dS = warpgroup_mma(doT, Qp_s.index(s), dS, is_async=True)
         Y, dVb = warpgroup_mma_wait(1, deps=[Y, dVb])
+        beta = gl.expand_dims(beta_s.index(s).load(gl.SliceLayout(0, CHUNK)), 0)
         bY = gl.convert_layout(bf16(Y * -beta), LEFT_S)
         dS = warpgroup_mma(bY, Kp_s.index(s), dS, is_async=True)
-        y_s.permute([1, 0]).store(bf16(Y))
         gl.thread_barrier()
-        gl.store(Y_ptr + (iV * V + jV), y_s.load(RV))
-        Y_ptr -= HV * (64 * V)
+        y_s.permute([1, 0]).store(bf16(Y))
         dS, bY = warpgroup_mma_wait(0, deps=[dS, bY])
+        h_s.store(bf16(dS))
+    gl.thread_barrier()
+    gl.store(Y_ptr + (iV * V + jV), y_s.load(RV), mask=(iV < 64) & some)
     async_copy.wait_group(0)
     if DS0:
         gl.store(dS0_ptr + sp, dS)

@@ -1,0 +1,116 @@
+"""Which kernels and launch parameters a call uses.  Everything here is decided on the host from shapes alone."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from .index import chunk_table
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes and warps of each kernel.  `hopper` selects the explicit-layout kernels (K = V = 128, bf16, sm_90);
+    `blocks32` says that the gate allows 32-token blocks, which the explicit-layout chunk kernels need."""
+
+    hopper: bool
+    blocks32: bool
+    prep_bd: int
+    prep_warps: int
+    state_bv: int
+    state_warps: int
+    kside_bd: int
+    kside_warps: int
+
+
+@lru_cache
+def _device(index: int) -> tuple[bool, int]:
+    p = torch.cuda.get_device_properties(index)
+    return (p.major, p.minor) == (9, 0), p.multi_processor_count
+
+
+def split_values(states: int, processors: int) -> bool:
+    """Whether 64 value columns a program beat 128.  Both are bound by the latency of a chunk, and one program fits a
+    multiprocessor: a round of 64 takes about 0.52 of a round of 128 (measured), so count rounds."""
+    rounds = [-(-states * n // processors) for n in (1, 2)]
+    return rounds[1] * 0.52 < rounds[0]
+
+
+def block_size(bound: float | None) -> int:
+    """Tokens of a middle-anchored block: the largest whose factors stay in fp32's normal range (see common.py)."""
+    if bound is None:
+        return 8
+    return 32 if bound >= -5.4 else 16
+
+
+def choose(K: int, V: int, dtype: torch.dtype, bound: float | None, states: int, hopper: bool,
+           processors: int) -> Config:
+    """The configuration of a call.  Pure: the device tests check the gradients of every value it can return."""
+    low = dtype == torch.bfloat16
+    bd = min(K, 32)
+    if low and K == 128 and V == 128 and hopper:
+        bv = 64 if split_values(states, processors) else 128
+        return Config(True, block_size(bound) == 32, 16, 2, bv, bv // 16, bd, 2)
+    bv = min(V, 64 if low and K <= 128 else 32)
+    return Config(False, block_size(bound) == 32, min(K, 16), 2, bv, 4, bd, 2)
+
+
+@dataclass
+class Problem:
+    """Everything about one call that is not a tensor of the caller."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+    NT: int
+    NC: int
+    bound: float | None
+    scale: float
+    table: Tensor | None
+    doc: Tensor | None
+    dtype: torch.dtype
+    config: Config
+
+    @property
+    def tiles(self) -> int:
+        return self.NC * self.HV
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        low = self.dtype == torch.bfloat16
+        return {
+            "VARLEN": self.table is not None,
+            "DT": tl.bfloat16 if low else tl.float32,
+            "IP": "tf32" if low else "tf32x3",
+        }
+
+    @property
+    def gate(self) -> dict[str, Any]:
+        return {
+            "GROUP": self.HV // self.H,
+            "BS": block_size(self.bound),
+            "BOUNDED": self.bound is not None,
+            "HT": tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+        }
+
+
+def plan(q: Tensor, v: Tensor, z: Tensor, bound: float | None, scale: float | None, cu_seqlens: Tensor | None) -> Problem:
+    """Shapes, chunk table and configuration of a call."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[-2:]
+    table = doc = None
+    nt = (T + 63) // 64
+    n, nc = B, B * nt
+    if cu_seqlens is not None:
+        n = cu_seqlens.numel() - 1
+        table, doc, nc = chunk_table(cu_seqlens, T)
+    hopper, processors = _device(q.device.index or 0) if q.is_cuda else (False, 1)
+    c = choose(K, V, q.dtype, bound, n * HV, hopper and z.dtype == q.dtype, processors)
+    return Problem(B, T, H, HV, K, V, n, nt, nc, bound, K**-0.5 if scale is None else scale, table, doc, q.dtype, c)
