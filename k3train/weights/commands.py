@@ -46,6 +46,13 @@ def import_(config: Config) -> int:
     return import_run(config, Path(config.imports.source))
 
 
+def quantize(config: Config) -> int:
+    """Quantise the routed experts of an exported folder to MXFP4."""
+    from k3train.weights.quantizing import run_quantize
+
+    return run_quantize(config)
+
+
 def place() -> tuple[int, int]:
     """(rank, number of processes) that a launcher gave, else (0, 1)."""
     from k3train.launch import find_place
@@ -93,4 +100,4 @@ def _silent(text: str) -> None:
     del text
 
 
-__all__ = ["WeightsError", "describe", "export", "import_", "imported_config", "place", "run_folder"]
+__all__ = ["WeightsError", "describe", "export", "import_", "imported_config", "place", "quantize", "run_folder"]

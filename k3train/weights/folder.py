@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -69,6 +69,7 @@ class FolderWriter:
         self.reused = 0
         self._journal: TextIO | None = None
         self._trusted: dict[str, str] = {}
+        self.watch: Callable[[], None] = lambda: None  # called while waiting; raises when the others cannot finish
         self.complete = self._open(identity)
 
     @property
@@ -102,29 +103,46 @@ class FolderWriter:
             )
         return left
 
-    def write(self, shard: Shard, produce: Callable[[TensorSpec], Tensor]) -> None:
-        """Write one shard, open it again, compare names, shapes, dtypes and checksum, and journal it."""
+    def write(
+        self,
+        shard: Shard,
+        produce: Callable[[TensorSpec], Tensor],
+        note: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write one shard, open it again, compare names, shapes, dtypes and checksum, and journal it.
+
+        `note` is called after the last tensor; what it returns (JSON values) is kept in the journal, for `notes`.
+        """
         sha = write_shard(self.folder / shard.file, shard.tensors, produce)
         fault = self._fault(shard, sha)
         if fault is not None:
             raise WeightsError(f"{self.folder / shard.file}: {fault} right after writing it; the disk is not reliable")
         assert self._journal is not None
-        self._journal.write(json.dumps({"file": shard.file, "sha256": sha}) + "\n")
+        entry = {"file": shard.file, "sha256": sha, "note": {} if note is None else dict(note())}
+        self._journal.write(json.dumps(entry) + "\n")
         self._journal.flush()
         os.fsync(self._journal.fileno())
         self._trusted[shard.file] = sha
 
     def journaled(self) -> dict[str, str]:
         """Finished shards of all processes: file -> SHA-256."""
-        done: dict[str, str] = {}
+        return {entry["file"]: entry["sha256"] for entry in self._journal_entries()}
+
+    def notes(self) -> dict[str, Any]:
+        """The notes of all finished shards in the order of the shards, merged into one dictionary."""
+        of_file = {entry["file"]: entry.get("note", {}) for entry in self._journal_entries()}
+        merged: dict[str, Any] = {}
+        for shard in self.shards:
+            merged |= of_file.get(shard.file, {})
+        return merged
+
+    def _journal_entries(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self.work.glob("journal-*.jsonl")):
             for line in path.read_text().splitlines():
                 try:
-                    entry = json.loads(line)
+                    yield json.loads(line)
                 except json.JSONDecodeError:
                     continue  # the kill came in the middle of a line: that shard counts as unwritten
-                done[entry["file"]] = entry["sha256"]
-        return done
 
     def wait(self, shards: Iterable[Shard], *, patience: float = 3600.0) -> None:
         """Return when every one of `shards` is journaled. Raises WeightsError after `patience` seconds of silence."""
@@ -134,6 +152,7 @@ class FolderWriter:
             done = self.journaled()
             if missing <= done.keys():
                 return
+            self.watch()
             if len(done) != seen:
                 last, seen = time.monotonic(), len(done)
             if time.monotonic() - last > patience:
