@@ -371,21 +371,20 @@ def report(verb: str, call: Callable[[], int | None]) -> int:
         return EXIT_FAULT
 
 
-def leave_code(code: int, *, alone: bool = False) -> int:
+def leave_code(code: int) -> int:
     """Note the outcome where a batch script looks for it ($K3TRAIN_EXIT_FILE), and return this process's exit code.
 
-    srun and torchrun end the other ranks when one exits with a code other than 0, so of the ranks of a planned stop
-    only rank 0 under srun says EXIT_REQUEUE; torchrun, which would call it a failure, hears 0 from all. `alone`: this
-    rank leaves while others may hang, so it says so whichever it is, and the others are to be ended.
+    srun and torchrun end the other ranks when one exits with a code other than 0. So after a planned stop every rank
+    exits with 0 and the file tells of it; without a file rank 0 alone says EXIT_REQUEUE, under srun (torchrun would
+    call it a failure).
     """
     place = find_place()
     file = os.environ.get("K3TRAIN_EXIT_FILE")
-    if file and (alone or place is None or place.rank == 0):
+    if file and (place is None or place.rank == 0):
         with contextlib.suppress(OSError):
             Path(file).write_text(f"{code}\n")
-    several = place is not None and place.world > 1 and place.source in ("slurm", "torchrun")
-    if code == EXIT_REQUEUE and place is not None and several and not alone:
-        return code if place.rank == 0 and place.source == "slurm" else 0
+    if code == EXIT_REQUEUE and place is not None and place.world > 1 and place.source in ("slurm", "torchrun"):
+        return code if place.rank == 0 and place.source == "slurm" and not file else 0
     return code
 
 

@@ -20,6 +20,7 @@ def run(config: Config) -> int:
         "bound": config.model.kda.decay_bound,
         "name": config.run.name,
         "pid": os.getpid(),
+        "node": os.environ.get("SLURMD_NODENAME"),
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
     out = Path(os.environ["FAKE_OUT"])
@@ -28,7 +29,7 @@ def run(config: Config) -> int:
     for order in os.environ.get("FAKE_DO", "").split():
         action, _, whom = order.partition("@")
         if not whom or int(whom) == rank:
-            code = act(action)
+            code = pretend(config, rank, action) if action.startswith("run:") else act(action)
             if code is not None:
                 return code
     return 0
@@ -55,3 +56,23 @@ def act(action: str) -> int | None:
         Path(os.environ["FAKE_OUT"], f"signal.{os.environ.get('RANK', '0')}").write_text(str(signals.asked()))
         return 75
     return None
+
+
+def pretend(config: Config, rank: int, action: str) -> int:
+    """run:STEPS:SECONDS - steps that are noted, a stop with a checkpoint when asked, going on from the newest."""
+    steps, pause = action.split(":")[1:]
+    signals.listen()
+    folder = Path(config.run.dir) / config.run.name
+    saved = folder / "checkpoints"
+    saved.mkdir(parents=True, exist_ok=True)
+    begin = max((int(p.name.removeprefix("step-")) for p in saved.iterdir()), default=0)
+    for step in range(begin + 1, int(steps) + 1):
+        time.sleep(float(pause))
+        with (folder / f"steps.{rank}").open("a") as file:
+            file.write(f"{step}\n")
+        done = step == int(steps)
+        if done or signals.asked() is not None:
+            if rank == 0:
+                (saved / f"step-{step:08d}").mkdir(exist_ok=True)
+            return 0 if done else 75
+    return 0
