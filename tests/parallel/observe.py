@@ -1,18 +1,19 @@
-"""What a test sees of a training step: whole gradients, expert selections by global token, selection gaps."""
+"""What one rank sees of a training step: its gradients, the experts of its tokens, selection gaps.
+
+Nothing is gathered here: pieces go to the test as they are, which puts them together (`assemble`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from k3train.engine.megatron import MegatronEngine
+from tests.parallel.assemble import GradientPiece
 
 
-def whole_gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
-    """Every parameter's final gradient, whole, on rank 0 (empty elsewhere); call it right before the optimizer steps.
+def gradient_pieces(engine: MegatronEngine) -> list[GradientPiece]:
+    """This rank's final gradients; call it right before the optimizer steps.
 
     A rank contributes what its optimizer would use: with the distributed optimizer, its own range of each parameter.
     """
@@ -22,41 +23,17 @@ def whole_gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
             for bucket in (b for per in optimizer.gbuf_ranges for bs in per.values() for b in bs):
                 for param, ranges in bucket["param_map"].items():
                     owned[param] = slice(ranges["param"].start, ranges["param"].end)
-    distributed = engine.config.parallel.distributed_optimizer
-    layout = engine.layout
-    pieces = []
+    layout, pieces = engine.layout, []
     for model in engine.models:
         for name, param in model.named_parameters():
-            if distributed and param not in owned:
+            if engine.config.parallel.distributed_optimizer and param not in owned:
                 continue
-            span = owned.get(param, slice(0, param.numel()))
-            spec = param.k3
-            axis = 0 if spec.expert else spec.tensor_axis
+            span, spec = owned.get(param, slice(0, param.numel())), param.k3
             place = layout.ep.rank() if spec.expert else layout.tp.rank()
-            pieces.append((name, spec.shape, tuple(param.shape), axis, place, span.start, param.main_grad.reshape(-1)[span]))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(pieces, everyone if dist.get_rank() == 0 else None)
-    if dist.get_rank() > 0:
-        return {}
-    shards: dict[str, dict[int, torch.Tensor]] = {}
-    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {}
-    for name, shape, local, axis, place, start, values in (p for ps in everyone for p in ps):
-        flat = shards.setdefault(name, {}).setdefault(place, torch.full(local, float("nan")))
-        region = flat.view(-1)[start : start + values.numel()]
-        known = ~region.isnan()
-        # replicas must agree: a rank whose copy of a gradient differs would train another model
-        assert torch.allclose(region[known], values[known], rtol=1e-5, atol=1e-7), f"replicas of {name} differ"
-        region.copy_(values)
-        shapes[name] = (tuple(shape), axis)
-    whole = {}
-    for name, parts in shards.items():
-        shape, axis = shapes[name]
-        full = parts[min(parts)] if axis is None else torch.cat([parts[i] for i in sorted(parts)], dim=axis)
-        for other in parts.values() if axis is None else ():
-            assert torch.allclose(full, other, rtol=1e-5, atol=1e-7), f"tensor ranks disagree on {name}"
-        assert tuple(full.shape) == shape and not full.isnan().any(), name
-        whole[name] = full
-    return whole
+            axis = 0 if spec.expert else spec.tensor_axis
+            values = param.main_grad.reshape(-1)[span].clone().numpy()
+            pieces.append(GradientPiece(name, tuple(spec.shape), tuple(param.shape), axis, place, span.start, values))
+    return pieces
 
 
 class Selections:
@@ -64,13 +41,16 @@ class Selections:
 
     def __init__(self, engine: MegatronEngine) -> None:
         self.engine = engine
-        self.reset()
         engine.ctx.probe = self
+        self.take()
 
-    def reset(self) -> None:
+    def take(self) -> tuple[dict[int, list[tuple[int, torch.Tensor]]], float]:
+        """(layer -> [(first token, experts int64 [n, k])], smallest gap) since the last call."""
+        taken = getattr(self, "pieces", {}), getattr(self, "gap", float("inf"))
         self.calls: dict[int, int] = {}
         self.pieces: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self.gap = float("inf")
+        return taken
 
     def __call__(self, name: str, value: torch.Tensor) -> None:
         kind, _, rest = name.partition(".")
@@ -92,17 +72,3 @@ class Selections:
             if layout.sizes.sequence_parallel:
                 start += layout.tp.rank() * value.shape[0]
             self.pieces.setdefault(index, []).append((start, value.clone()))
-
-    def gather(self) -> tuple[dict[int, torch.Tensor], float]:
-        """Experts int64 [global batch tokens, k] by layer, and the smallest gap over all ranks; on rank 0."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object((self.pieces, self.gap), everyone if dist.get_rank() == 0 else None)
-        self.reset()
-        if dist.get_rank() > 0:
-            return {}, 0.0
-        table: dict[int, dict[int, torch.Tensor]] = {}
-        for pieces, _ in everyone:
-            for layer, parts in pieces.items():
-                for start, experts in parts:
-                    table.setdefault(layer, {})[start] = experts
-        return {n: torch.cat([p[s] for s in sorted(p)]) for n, p in sorted(table.items())}, min(g for _, g in everyone)

@@ -10,19 +10,65 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.compare import differences, one_process, worst
-from tests.parallel.pool import pool
+from tests.parallel.compare import differences, one_process, train, worst
 
-LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    # world, sizes, overrides; sequence parallelism is on with tensor parallelism, data parallelism takes what is left
+Case = tuple[int, dict[str, Any], dict[str, Any]]
+
+# world, sizes, overrides. Sequence parallelism is on with tensor parallelism, and data parallelism takes what is left.
+PADDED = {"transport": "padded"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+DENSE = {"model.dense_layers": 9}
+LAYOUTS: list[Case] = [
     (2, {"tensor": 2}, {}),
-    (2, {"pipeline": 2, "transport": "padded"}, {}),
+    (2, {"tensor": 2, "sequence": False}, DENSE),  # experts need sequence parallelism with tensor parallelism
+    (2, {"pipeline": 2}, {}),
+    (2, {"pipeline": 2, **PADDED}, {}),
+    (2, {"pipeline": 2, "virtual": 2}, {}),
+    (2, {"pipeline": 2, "virtual": 2, **PADDED}, {}),
+    (2, {"pipeline": 2, "virtual": 4}, {}),
+    (2, {"pipeline": 2, "virtual": 4, **PADDED}, {}),
+    (2, {"pipeline": 2, "virtual": 2, "pipeline_layout": "E K|K K F K K|K|F F L"}, {}),  # borders inside blocks
+    (2, {"pipeline": 2, "virtual": 2}, {"model.attention_residuals": "full"}),
+    (2, {"pipeline": 2, "virtual": 2}, {"model.attention_residuals": "off"}),
     (2, {"expert": 2}, {}),
     (2, {"data": 2}, {}),
+    # one sequence a micro-batch, so that documents cross the borders of context-parallel ranks
+    (2, {"context": 2}, {"train.micro_batch": 1}),
+    (4, {"context": 4}, {"train.micro_batch": 1}),
+    (4, {"context": 4}, {"train.micro_batch": 1, "model.kda.decay_bound": None}),
+    (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1}),
+    (4, {"context": 2, "pipeline": 2, "transport": "padded"}, {"train.micro_batch": 1}),
+    (4, {"context": 2, "data": 2}, {"train.micro_batch": 1}),
+    (4, {"context": 2, "expert": 2}, {"train.micro_batch": 1}),
+    (4, {"context": 2, "expert": 4}, {"train.micro_batch": 1}),  # experts over data x context ranks
+    (2, {"context": 2}, {}),
+    (4, {"pipeline": 4}, {}),
+    (4, {"pipeline": 4, **PADDED}, {}),
+    (4, {"pipeline": 4, "virtual": 2}, {}),
+    (4, {"pipeline": 4, "virtual": 2, **PADDED}, {}),
+    (4, {"expert": 4}, {}),
+    (4, {"data": 4}, {}),
+    (4, {"tensor": 2, "pipeline": 2}, {}),
+    (4, {"tensor": 2, "expert": 2}, {}),
+    (4, {"tensor": 2, "data": 2}, {}),
+    (4, {"tensor": 2, "pipeline": 2, "virtual": 2}, {}),
+    (4, {"pipeline": 2, "expert": 2}, {}),
+    (4, {"pipeline": 2, "data": 2}, {}),
+    (4, {"pipeline": 2, "virtual": 2, "data": 2}, {}),
+    (4, {"expert": 2, "data": 4}, {}),
+    (4, {"context": 2, "pipeline": 2}, {}),
+    # the same with reductions overlapped, and with the optimizer's state on every rank
+    (2, {"data": 2, **OVERLAP}, {}),
+    (4, {"tensor": 2, "expert": 4, **OVERLAP}, {}),
+    (4, {"pipeline": 2, "virtual": 2, "expert": 2, **OVERLAP}, {}),
+    (2, {"data": 2, "distributed_optimizer": False}, {}),
+    (4, {"tensor": 2, "expert": 4, "distributed_optimizer": False}, {}),
+    (4, {"pipeline": 2, "expert": 2, "distributed_optimizer": False}, {}),
+    (2, {"tensor": 2, "distributed_optimizer": False, "overlap_grad_reduce": True}, {}),
 ]
 
 
-def name(case: tuple[int, dict[str, Any], dict[str, Any]]) -> str:
+def name(case: Case) -> str:
     world, sizes, overrides = case
     short = {"tensor": "TP", "pipeline": "PP", "virtual": "VPP", "context": "CP", "expert": "EP", "data": "DP"}
     words = [f"{short[k]}{v}" if k in short else f"{k}={v}" for k, v in sizes.items()]
@@ -38,9 +84,9 @@ def test_no_selection_hangs_on_rounding() -> None:
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=name)
-def test_layout_trains_what_one_process_trains(case: tuple[int, dict[str, Any], dict[str, Any]]) -> None:
+def test_layout_trains_what_one_process_trains(case: Case) -> None:
     world, sizes, overrides = case
-    seen = pool(world).run("tests.parallel.cases:train", sizes=sizes, overrides=overrides)[0]
+    seen = train(world, sizes, overrides)
     want = one_process({k: v for k, v in overrides.items() if k.startswith("model.")})
     print(f"largest relative distance of a gradient: {worst(seen, want):.1e}")
     assert not differences(seen, want)
