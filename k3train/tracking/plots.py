@@ -189,10 +189,10 @@ def plot_loss(run_dir: str | os.PathLike[str], *, unigram: float | None = None) 
 
 
 def plot_expert_load(run_dir: str | os.PathLike[str]) -> Path:
-    """Draw `expert_load.png`: load of every expert of every layer, early and late, and MaxVio over the steps beneath.
+    """Draw `expert_load.png`: load of every expert of every layer, and MaxVio over the steps beneath.
 
-    Load 1.0 is a fair share. "Early" is the first logged step, "late" the mean of the last tenth of the logged ones
-    (of an even choice of them in a long run).
+    Load 1.0 is a fair share. On the left the least balanced step, on the right the mean of the last tenth of the logged
+    ones (of an even choice of them in a long run).
     Returns the path of the picture; raises DataError when the run has no expert load.
     """
     from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -203,7 +203,11 @@ def plot_expert_load(run_dir: str | os.PathLike[str]) -> Path:
     late = f"step {tail[0][0]:,}"
     if len(tail) > 1:
         late = f"mean of steps {tail[0][0]:,} to {tail[-1][0]:,}"
-    pictures = [(f"step {frames[0][0]:,}", frames[0][1]), (late, np.mean([matrix for _, matrix in tail], axis=0))]
+    worst_step, worst_load = max(frames, key=lambda frame: float(np.abs(frame[1] - 1.0).sum()))
+    pictures = [
+        (f"step {worst_step:,}, the least balanced", worst_load),
+        (late, np.mean([matrix for _, matrix in tail], axis=0)),
+    ]
     layers, experts = pictures[0][1].shape
     colours = LinearSegmentedColormap.from_list("load", [tuple(c / 255 for c in stop) for stop in DIVERGING])
     block = float(np.clip(0.24 * layers, 1.5, 5.0))
@@ -259,7 +263,8 @@ def plot_expert_load(run_dir: str | os.PathLike[str]) -> Path:
 
     words = f"{layers} MoE layers of {experts} experts"
     if len(worst):
-        words += f"  ·  MaxVio {worst[0]:.2f} → {worst[-1]:.2f} (surplus of the most loaded expert; 0 is balance)"
+        words += f"  ·  MaxVio at most {np.nanmax(worst):.2f}, now {worst[-1]:.2f}"
+        words += " (surplus of the busiest expert; 0 is balance)"
     _titles(figure, f"{folder.resolve().name}: expert load", words)
     return _save(figure, folder / "expert_load.png")
 

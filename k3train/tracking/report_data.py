@@ -24,7 +24,8 @@ from k3train.tracking.jsonl import iter_jsonl
 BUCKETS = 900  # points of a series; about one a pixel
 LAYER_POINTS = 150  # points of each line in a per-layer series
 MAX_EVENTS = 400
-MATRICES = {"moe/load": 2.0, "depth/attention": 1.0}  # key -> the value that byte 255 stands for
+# Heatmaps, and the value their darkest colour stands for; None: the greatest of the run.
+MATRICES: dict[str, float | None] = {"moe/load": 2.0, "depth/attention": 1.0, "kda/decay_histogram": None}
 
 
 @dataclass
@@ -101,8 +102,10 @@ def bucketed(steps: np.ndarray, values: np.ndarray, buckets: int) -> dict[str, l
     }  # fmt: skip
 
 
-def _heat(frames: list[tuple[int, np.ndarray]], top: float) -> dict[str, Any]:
+def _heat(frames: list[tuple[int, np.ndarray]], top: float | None) -> dict[str, Any]:
     """Frames as one base64 string of bytes [frame, row, column]; 0-254 is 0..top (clipped), 255 an absent cell."""
+    if top is None:
+        top = max(float(np.nanmax(matrix)) for _, matrix in frames) or 1.0
     rows = max(matrix.shape[0] for _, matrix in frames)
     columns = max(matrix.shape[1] for _, matrix in frames)
     cube = np.full((len(frames), rows, columns), 255, dtype=np.uint8)

@@ -135,18 +135,30 @@ class WandbMirror:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._child: subprocess.Popen[bytes] | None = None
+        self._hello = b""
+        self._thread: threading.Thread | None = None
         if self.mode == "disabled":
             return
         hello = {
             "kind": "init", "run_dir": str(self.run_dir.resolve()), "run_name": run_name, "run_id": run_id,
             "config": dict(config), "parent": os.getpid(), **asdict(settings), "mode": self.mode,
         }  # fmt: skip
+        self._hello = json.dumps(hello, default=str).encode() + b"\n"
+
+    @property
+    def active(self) -> bool:
+        """Is there anything to mirror to: not disabled, and not closed."""
+        return bool(self._hello)
+
+    def start(self) -> None:
+        """Start the child if it does not run yet. The first logged step does it: a run without one leaves no folder."""
+        if self._thread is not None or not self.active:
+            return
         try:
             self._child = self._spawn()
         except OSError as error:
-            self.problem = f"the W&B process could not start: {error}"
+            self.problem, self._hello = f"the W&B process could not start: {error}", b""
             return
-        self._put(json.dumps(hello, default=str).encode() + b"\n")
         self._thread = threading.Thread(target=self._pump, name="wandb-mirror", daemon=True)
         self._thread.start()
 
@@ -162,17 +174,18 @@ class WandbMirror:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Queue the metrics of a step; `step` may not decrease (older ones are left out by the child, and counted)."""
-        if self._child is not None:
+        if self.active:
             self.log_line(step, encode_line(metrics))
 
     def log_line(self, step: int, line: bytes) -> None:
         """Queue a line of `metrics.jsonl` as it is, so that a large matrix is encoded once."""
-        if self._child is not None:
+        if self.active:
+            self.start()
             self._put(b'{"kind": "log", "step": %d, "metrics": %b}\n' % (step, line.rstrip()))
 
     def event(self, kind: str, message: str, step: int) -> None:
         """Queue an event; it joins the next logged step."""
-        if self._child is not None:
+        if self.active:
             self._put(encode_line({"kind": "event", "step": int(step), "event": kind, "message": message}))
 
     def _put(self, line: bytes) -> None:
@@ -187,6 +200,8 @@ class WandbMirror:
     def _pump(self) -> None:
         assert self._child is not None and self._child.stdin is not None
         pipe = self._child.stdin
+        with contextlib.suppress(OSError):  # a child that is gone already shows at the first record
+            pipe.write(self._hello)
         while (line := self._queue.get()) is not None:
             if not self.problem:
                 try:
@@ -212,7 +227,8 @@ class WandbMirror:
 
     def close(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Let the child finish, for `timeout_s` at most, then kill it. Returns `status()` and this side's counts."""
-        if self._child is None:
+        if self._child is None or self._thread is None:
+            self._hello = b""
             return {"mode": self.mode, "sent": 0, "dropped": self.dropped, "problem": self.problem}
         deadline = time.monotonic() + (self.settings.close_timeout_s if timeout_s is None else timeout_s)
         self._queue.put(None)
@@ -226,5 +242,5 @@ class WandbMirror:
             self.problem = self.problem or "W&B did not finish in time; its files stay in wandb/ for `wandb sync`"
             self._child.kill()
             self._child.wait()
-        self._child = None
+        self._child, self._hello = None, b""
         return {**self.status(), "sent": self.sent, "dropped": self.dropped, "problem": self.problem}

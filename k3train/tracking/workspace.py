@@ -68,10 +68,10 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "Decay",
         (
-            Lines("Mean decay", pattern=r"kda/decay_mean(/\d+)?"),
-            Lines("5th percentile", pattern=r"kda/decay_p05(/\d+)?"),
-            Lines("95th percentile", pattern=r"kda/decay_p95(/\d+)?"),
-            Lines("Share of channels near the bound", pattern=r"kda/near_bound_share(/\d+)?", range_y=(0.0, None)),
+            Media("Distribution of the decays (a row a layer, 0 to 1 across)", ("kda/decay_histogram_heatmap",)),
+            Lines("Mean decay", ("kda/decay_mean",)),
+            Lines("Log decay, quantiles", ("kda/log_decay_p05", "kda/log_decay_p50", "kda/log_decay_p95")),
+            Lines("Share of channels near the bound", ("kda/near_bound_share",), range_y=(0.0, None)),
         ),
         columns=2,
     ),
@@ -82,14 +82,16 @@ SECTIONS: tuple[Section, ...] = (
             Lines("Tokens per second", ("train/tokens_per_second",), range_y=(0.0, None)),
             Lines("Seconds per step", ("train/step_seconds",), range_y=(0.0, None)),
             Lines("MFU", ("train/mfu",), range_y=(0.0, None)),
-            Lines("TFLOP/s", ("train/tflops",), range_y=(0.0, None)),
+            Lines("TFLOP/s a device", ("train/tflops",), range_y=(0.0, None)),
+            Lines("Seconds to write a checkpoint", ("checkpoint/save_seconds",), range_y=(0.0, None)),
         ),
     ),
     Section(
         "Health",
         (
             Lines("Gradient norm", ("train/grad_norm",), log_y=True),
-            Lines("Update norm", ("train/update_norm",), log_y=True),
+            Lines("Clipped steps", ("train/clipped",), range_y=(0.0, 1.0)),
+            Lines("Skipped steps, in all", ("train/skipped_steps",), range_y=(0.0, None)),
             Lines("Learning rate", ("train/lr",)),
             Lines("Memory", ("train/memory_gb",), range_y=(0.0, None)),
             Lines("Tokens consumed", ("train/consumed_tokens",)),

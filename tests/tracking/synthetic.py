@@ -35,7 +35,8 @@ def records(
             "step": step, "time": round(clock, 3), "train/loss": loss, "train/lr": lr,
             "train/grad_norm": 0.5 + 3.0 * math.exp(-10 * part) + 0.1 * abs(float(rng.normal())),
             "train/tokens_per_second": rate, "train/step_seconds": tokens / rate,
-            "train/consumed_tokens": step * tokens,
+            "train/consumed_tokens": step * tokens, "train/clipped": float(part < 0.1),
+            "train/skipped_steps": int(part > 0.6),
             "train/tflops": rate * 6 * 1.3e6 / 1e12, "train/mfu": 0.31 + 0.01 * float(rng.normal()),
         }  # fmt: skip
         if step == 1 or step % matrix_every == 0:
@@ -45,9 +46,11 @@ def records(
             weights = [np.exp(x * min(1.0, 3 * part)) for x in lean]
             record |= load_metrics(counts) | {
                 "moe/bias_min": -0.2 * part, "moe/bias_max": 0.3 * part,
-                "kda/decay_mean": (np.exp(decay) * (0.9 + 0.1 * part)).tolist(),
-                "kda/decay_p05": (np.exp(2.5 * decay) * 0.7).tolist(), "kda/decay_p95": np.exp(0.1 * decay).tolist(),
-                "kda/near_bound_share": (0.02 + 0.1 * part * rng.random(layers)).tolist(),
+                "kda/log_decay_mean": float(decay.mean()), "kda/log_decay_p05": float(3 * decay.mean()),
+                "kda/log_decay_p50": float(0.7 * decay.mean()), "kda/log_decay_p95": float(0.05 * decay.mean()),
+                "kda/decay_mean": float(np.exp(decay).mean() * (0.9 + 0.1 * part)),
+                "kda/near_bound_share": 0.02 + 0.05 * part + 0.002 * float(rng.random()),
+                "kda/decay_histogram": _histogram(rng, decay * (1.2 - part)),
                 "depth/attention": [(x / x.sum()).tolist() for x in weights],
             }  # fmt: skip
         if step % max(steps // 4, 1) == 0:
@@ -61,6 +64,12 @@ def records(
             message = "loss not finite; step skipped (1 in a row)"
             out.append({"step": step, "time": round(clock, 3), "event": "skip", "message": message})
     return out
+
+
+def _histogram(rng: np.random.Generator, decay: np.ndarray) -> list[list[float]]:
+    """Shares [layers][20 bins of 0..1] of exp(log decay) around each layer's mean."""
+    values = np.exp(decay[:, None] * rng.gamma(2.0, 0.5, (len(decay), 400)))
+    return [(np.histogram(row, bins=20, range=(0, 1))[0] / row.size).tolist() for row in values]
 
 
 def write_run(folder: Path, rows: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Path:

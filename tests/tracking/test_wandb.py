@@ -114,9 +114,9 @@ def test_a_killed_trainer_leaves_a_complete_offline_run(tmp_path: Path) -> None:
 @pytest.mark.ops
 def test_a_signal_to_the_whole_group_does_not_cost_the_mirror(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, {}, run_name="r")
+    tracker.log(1, {"train/loss": 1.0})
     child = tracker.mirror._child
     assert child is not None
-    tracker.log(1, {"train/loss": 1.0})
     while not tracker.mirror.status():
         time.sleep(0.1)
     for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -150,6 +150,7 @@ def test_a_dead_network_slows_no_step_and_the_run_is_kept(tmp_path: Path, monkey
 
 def test_a_child_that_dies_is_reported_and_costs_nothing(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, {}, run_name="r")
+    tracker.mirror.start()
     child = tracker.mirror._child
     assert child is not None
     child.kill()
@@ -164,6 +165,7 @@ def test_a_child_that_dies_is_reported_and_costs_nothing(tmp_path: Path) -> None
 def test_a_child_that_hangs_fills_the_queue_and_is_ended_at_close(tmp_path: Path) -> None:
     settings = WandbSettings(mode="offline", queue_records=10, close_timeout_s=0.5)
     mirror = WandbMirror(tmp_path, "r", "abc", {}, settings)
+    mirror.start()
     assert mirror._child is not None
     os.kill(mirror._child.pid, signal.SIGSTOP)
     filler = "x" * 100_000  # the pipe itself holds 64 KiB
@@ -175,6 +177,13 @@ def test_a_child_that_hangs_fills_the_queue_and_is_ended_at_close(tmp_path: Path
     assert slowest < 0.25 and mirror.dropped >= 30
     account = mirror.close()
     assert "did not finish in time" in account["problem"]
+
+
+def test_a_run_that_has_nothing_left_to_do_leaves_no_empty_wandb_run(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, {}, run_name="r", resume_step=None)
+    tracker.event("config", "train.steps: 100 -> 100", 0)
+    assert tracker.close() == {"mode": "offline", "sent": 0, "dropped": 0, "problem": ""}
+    assert not (tmp_path / "wandb").exists()
 
 
 def test_disabled_starts_no_process_and_leaves_no_folder(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ const COLORS = ["#1f6fb2", "#d9622b", "#2f8f5b", "#8a56b0", "#b8860b", "#c23b6b"
 const DIVERGING = [[33, 84, 143], [103, 160, 207], [246, 246, 244], [228, 134, 94], [165, 38, 42]];
 const SEQUENTIAL = [[247, 248, 250], [189, 211, 232], [105, 163, 209], [38, 103, 166], [9, 46, 97]];
 const AXES = { s: "step", tokens: "tokens", flops: "FLOPs", hours: "hours" };
-const EVENT_COLORS = { skip: "#c28a00", rollback: "#b3261e", resume: "#2f8f5b", restart: "#2f8f5b", preempt: "#8a56b0", error: "#b3261e" };
+const EVENT_COLORS = { skip: "#c28a00", rollback: "#b3261e", hang: "#b3261e", error: "#b3261e", checkpoint: "#c28a00",
+  resume: "#2f8f5b", restart: "#2f8f5b", preempt: "#8a56b0", config: "#8a56b0" };
 const state = { axis: "s", log: false, smooth: 8, hidden: new Set(), run: 0 };
 RUNS.forEach((run, i) => {
   run.color = COLORS[i % COLORS.length];
@@ -185,17 +186,18 @@ function heatSection(id, key, text) {
   const labels = tag("div", {}, legend);
   for (const l of text.legend) tag("span", {}, labels, l);
   const below = tag("div", { class: "two" }, host);
-  function ticks(parent, count, place, every) {
+  function ticks(parent, count, place, every, name) { // numbers of cells, or names of the edges between them
     parent.replaceChildren();
-    for (let i = 0; i < count; i += every) tag("span", { style: `${place}:${100 * (i + .5) / count}%` }, parent, String(i));
+    for (let i = 0; name ? i <= count : i < count; i += every)
+      tag("span", { style: `${place}:${100 * (i + (name ? 0 : .5)) / count}%` }, parent, name ? name(i, count) : String(i));
   }
   function setUp() {
     const h = run.heat[key];
     slider.max = h.steps.length - 1;
     canvas.style.height = Math.min(520, Math.max(120, h.rows * (h.rows > 40 ? 6 : 20))) + "px";
     ticks(rows, h.rows, "top", Math.max(1, Math.ceil(h.rows / 14)));
-    ticks(cols, h.columns, "left", Math.max(1, Math.ceil(h.columns / 16)));
-    tag("span", { style: "right:0;left:auto;top:15px;transform:none" }, cols, text.column + " across, " + text.row + " down");
+    ticks(cols, h.columns, "left", Math.max(1, Math.ceil(h.columns / 16)), text.columnLabel);
+    tag("span", { style: "right:0;left:auto;top:15px;transform:none" }, cols, text.caption || `${text.column} across, ${text.row} down`);
     show();
   }
   function show() {
@@ -219,7 +221,7 @@ function heatSection(id, key, text) {
     const c = Math.min(h.columns - 1, Math.max(0, Math.floor((event.clientX - rect.left) / rect.width * h.columns)));
     const r = Math.min(h.rows - 1, Math.max(0, Math.floor((event.clientY - rect.top) / rect.height * h.rows)));
     const v = h.bytes[(frame * h.rows + r) * h.columns + c];
-    showTip(event, [{ text: v === 255 ? "not there" : text.value(v / 254 * h.top, v === 254) }], `${text.row} ${r}, ${text.column} ${c}`);
+    showTip(event, [{ text: v === 255 ? "not there" : text.value(v / 254 * h.top, v === 254) }], `${text.row} ${r}, ${text.column} ${text.columnLabel ? text.columnLabel(c, h.columns) + " to " + text.columnLabel(c + 1, h.columns) : c}`);
   });
   canvas.addEventListener("pointerleave", hideTip);
   setUp();
@@ -242,7 +244,7 @@ function expertSection() {
     below: (host, run, step) => {
       host.replaceChildren();
       const drawings = [];
-      const cursor = toAxis(run, [step])[0];
+      const late = step === last(run.heat["moe/load"].steps), cursor = late ? undefined : toAxis(run, [step])[0];
       const worst = run.series["moe/max_vio"], bias = ["moe/bias_min", "moe/bias_max"].filter(k => run.series[k]);
       const charts = [["MaxVio of the worst layer", worst ? [{ name: "MaxVio", color: "#a5262a", x: toAxis(run, worst.s), y: worst.y, lo: worst.lo, hi: worst.hi }] : [], true],
         ["MaxVio of each layer (darker is deeper)", layerLines(run, "moe/max_vio_per_layer"), true],
@@ -277,6 +279,28 @@ function layerPanel(key, title, options) {
     });
   } };
 }
+function decayLevels(key) { // quantiles of one run as three lines; one line a run when there are several
+  const names = [["p95", "95 %"], ["p50", "median"], ["p05", "5 %"]].filter(([q]) => RUNS.some(r => r.series[key + q]));
+  if (visible().length !== 1) return scalarLines(key + "p50", { name: "median" });
+  return names.flatMap(([q, label]) => scalarLines(key + q, { name: label, line: { label, color: COLORS[q === "p50" ? 0 : 6], thin: q !== "p50" } }));
+}
+function decaySection() {
+  const list = [
+    Object.assign(layerPanel("kda/decay_mean", "Mean decay", { free: true }), { probe: "kda/decay_mean" }),
+    Object.assign(layerPanel("kda/near_bound_share", "Share of channels near the bound"), { probe: "kda/near_bound_share" }),
+    { title: "Log decay: quantiles over channels and tokens", probe: "kda/log_decay_p50", zero: false, lines: () => decayLevels("kda/log_decay_") },
+  ].filter(p => RUNS.some(r => r.series[p.probe] || r.layers[p.probe]));
+  const text = {
+    title: "Decay", row: "KDA layer", column: "bin", colors: SEQUENTIAL, legend: ["most", "", "none"],
+    note: "How much of its state a KDA channel keeps from one token to the next: the distribution over channels and tokens of every layer, from 0 (forgets all) on the left to 1 (keeps all) on the right.",
+    value: v => (100 * v).toFixed(1) + "% of channels and tokens",
+    columnLabel: (i, n) => String(+(i / n).toFixed(2)), caption: "decay across, KDA layer down",
+  };
+  const show = heatSection("decay", "kda/decay_histogram", text), host = byId("decay");
+  if (show) redraws.push(show);
+  else if (list.length) tag("h2", {}, tag("div", { class: "head" }, host), "Decay");
+  if (list.length) { const grid = tag("div", { class: "two" }, host); redraws.push(() => panels(grid, list)); }
+}
 function plainSection(id, title, note, list) {
   const has = p => RUNS.some(r => p.key ? r.series[p.key] : (r.series[p.probe] || r.layers[p.probe]));
   const shown = list.filter(has);
@@ -309,13 +333,10 @@ summary();
 controls();
 expertSection();
 depthSection();
-plainSection("decay", "Decay", "KDA forget gates, per layer (darker is deeper): how much of the state a step keeps, and how many channels sit near the bound.", [
-  Object.assign(layerPanel("kda/decay_mean", "Mean decay", { free: true }), { probe: "kda/decay_mean" }),
-  Object.assign(layerPanel("kda/near_bound_share", "Share of channels near the bound"), { probe: "kda/near_bound_share" }),
-  Object.assign(layerPanel("kda/decay_p05", "5th percentile", { free: true }), { probe: "kda/decay_p05" }),
-  Object.assign(layerPanel("kda/decay_p95", "95th percentile", { free: true }), { probe: "kda/decay_p95" })]);
+decaySection();
 plainSection("speed", "Throughput", "", [{ key: "train/tokens_per_second", title: "Tokens per second", clip: true }, { key: "train/step_seconds", title: "Seconds per step", clip: true },
-  { key: "train/mfu", title: "MFU" }, { key: "train/tflops", title: "TFLOP/s", clip: true }, { key: "train/memory_gb", title: "Memory, GB" }]);
+  { key: "train/mfu", title: "MFU" }, { key: "train/tflops", title: "TFLOP/s a device", clip: true }, { key: "train/memory_gb", title: "Memory, GB" },
+  { key: "checkpoint/save_seconds", title: "Seconds to write a checkpoint" }, { key: "train/skipped_steps", title: "Skipped steps, in all" }]);
 eventSection();
 header();
 draw();
