@@ -83,7 +83,7 @@ class ModelConfig:
     balancing: str = "quantile"  # quantile | sign | aux_loss | none
     activation: str = "situ"  # situ | swiglu
     situ_beta: float = 4.0
-    situ_linear_beta: float = 25.0
+    situ_linear_beta: float | None = 25.0  # null: the up branch is not bounded
     norm_eps: float = 1e-5
     init_std: float = 0.02
     mtp_layers: int = 0  # multi-token prediction: 0 or 1

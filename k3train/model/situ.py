@@ -7,11 +7,14 @@ import torch
 from k3train.config.schema import ModelConfig
 
 
-def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
-    """[beta tanh(gate/beta) sigmoid(gate)] * [linear_beta tanh(up/linear_beta)], in fp32, cast back. Shapes alike."""
+def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
+    """[beta tanh(gate/beta) sigmoid(gate)] * [linear_beta tanh(up/linear_beta)], in fp32, cast back. Shapes alike.
+
+    linear_beta None leaves the up branch unbounded.
+    """
     g, u = gate.float(), up.float()
-    out = (beta * torch.tanh(g / beta) * torch.sigmoid(g)) * (linear_beta * torch.tanh(u / linear_beta))
-    return out.to(gate.dtype)
+    bounded = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
+    return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * bounded).to(gate.dtype)
 
 
 def gated_activation(model: ModelConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from k3train.model.k3 import K3Model
 from k3train.model.latent_moe import Router
 from k3train.model.parameters import initialize_parameters
 from k3train.parallel.layout import Layout
-from tests.parallel.cases import Seen
-from tests.parallel.pool import pool
+from tests.parallel.assemble import Seen
+from tests.parallel.compare import train
 from tests.parallel.tiny import micro_batch, tiny_model
 
 MODES = ["full", "unit", "selective"]
@@ -107,15 +107,14 @@ def test_evaluation_counts_nothing_and_keeps_nothing(one_rank: Layout) -> None:
 
 @functools.cache
 def observed(mode: str, layout: tuple[tuple[str, int], ...]) -> Seen:
-    sizes, overrides = dict(layout), {"train.recompute": mode}
-    return pool(4).run("tests.parallel.cases:train", sizes=sizes, overrides=overrides, steps=1, timeout=120.0)[0][0]
+    return train(4, dict(layout), {"train.recompute": mode, "train.micro_batch": 1}, steps=1)[0]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "sizes",
-    [{"context": 2, "tensor": 2}, {"pipeline": 2, "expert": 2}],
-    ids=["CP2xTP2+SP", "PP2xEP2"],
+    [{"context": 2, "tensor": 2}, {"pipeline": 2, "virtual": 2, "expert": 2}],
+    ids=["CP2xTP2+SP", "PP2xVPP2xEP2"],
 )
 def test_a_step_of_four_ranks_is_the_same_step(mode: str, sizes: dict[str, int]) -> None:
     layout = tuple(sizes.items())
