@@ -42,11 +42,13 @@ def tensors_before_layer(mode: str, layer: int, block: int) -> int:
 
 
 def source_ends_before(mode: str, layer: int, block: int) -> bool:
-    """Whether the running sum in front of global layer `layer` is a finished source (nothing is added to it any more)."""
+    """Whether the running sum in front of global layer `layer` is a finished source (nothing more is added to it)."""
     return mode == "full" or (mode == "block" and layer % block == 0)
 
 
-def mix(sources: list[torch.Tensor], query: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def mix(
+    sources: list[torch.Tensor], query: torch.Tensor, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax_j( rms(v_j) . (norm_weight * query) ) weighted sum of the raw v_j, all in fp32 (spec 4.2).
 
     sources: n tensors [T, d]; query, norm_weight [d] -> mixed [T, d] in the sources' dtype, weights fp32 [n, T].

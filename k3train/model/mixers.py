@@ -21,7 +21,7 @@ from k3train.model.parameters import ParameterSpec, new_parameter
 
 
 class LadderMixer(nn.Module):
-    """[T_local, d] -> [T_local, d] by `kind`: softmax | linear | delta | gated_delta. Heads are split over tensor ranks.
+    """[T_local, d] -> [T_local, d] by `kind`: softmax | linear | delta | gated_delta. Heads are split over ranks.
 
     softmax is multi-head attention without positions on the convolved q, k, v, scaled by head_dim^-0.5.
     """

@@ -52,7 +52,9 @@ def local_shape(spec: ParameterSpec, layout: Layout) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def new_parameter(spec: ParameterSpec, layout: Layout, dtype: torch.dtype, *, sum_over_tensor: bool = False) -> nn.Parameter:
+def new_parameter(
+    spec: ParameterSpec, layout: Layout, dtype: torch.dtype, *, sum_over_tensor: bool = False
+) -> nn.Parameter:
     """An uninitialised local shard. `sum_over_tensor` marks a replicated parameter whose gradient is partial on
     each tensor rank (it saw its own tokens or its own heads) and must be summed."""
     param = nn.Parameter(torch.empty(local_shape(spec, layout), dtype=dtype))
@@ -72,7 +74,7 @@ def draw(name: str, spec: ParameterSpec, seed: int, device: torch.device) -> tor
         return torch.zeros(spec.shape, device=device)
     if spec.init == "ones":
         return torch.ones(spec.shape, device=device)
-    if spec.init == "conv":  # torch's Conv1d default: uniform within 1/sqrt(fan in), fan in = taps of a depthwise filter
+    if spec.init == "conv":  # torch's Conv1d default: uniform within 1/sqrt(fan in), here the number of taps
         bound = 1.0 / math.sqrt(spec.shape[-1])
         return torch.empty(spec.shape, device=device).uniform_(-bound, bound, generator=generator)
     if spec.init == "dt_bias":

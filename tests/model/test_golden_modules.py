@@ -154,7 +154,8 @@ def mla(one_rank: Any) -> Any:
     layer = build(one_rank, torch.float32).layers["3"].attention
     t = case("mla")
     renamed = {
-        "q_a_proj.weight": "q_a_proj.weight", "q_a_layernorm.weight": "q_a_norm.weight", "q_b_proj.weight": "q_b_proj.weight",
+        "q_a_proj.weight": "q_a_proj.weight", "q_a_layernorm.weight": "q_a_norm.weight",
+        "q_b_proj.weight": "q_b_proj.weight",
         "kv_a_proj_with_mqa.weight": "kv_a_proj.weight", "kv_a_layernorm.weight": "kv_a_norm.weight",
         "kv_b_proj.weight": "kv_b_proj.weight", "g_proj.weight": "g_proj.weight", "o_proj.weight": "o_proj.weight",
     }  # fmt: skip
