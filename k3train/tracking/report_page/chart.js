@@ -90,11 +90,12 @@ function lineChart(host, spec) {
       xs.push(l.x[i]);
       if (l.y[i] !== null && isFinite(l.y[i])) ys.push(l.y[i]);
     }
+    if (l.raw) ys.push(...l.raw.filter(v => v !== null));
     if (l.lo && !l.plain) ys.push(quantile(l.lo, 0.01), quantile(l.hi, 0.98));
   }
   if (!xs.length || !ys.length) return null;
   let x0 = xs.reduce((a, b) => Math.min(a, b)), x1 = xs.reduce((a, b) => Math.max(a, b));
-  if (!spec.logX) x0 = x0 < 0.05 * x1 ? 0 : x0;
+  if (!spec.logX) x0 = x0 < 0.05 * x1 || x0 === x1 ? 0 : x0;
   if (!(x1 > x0)) x1 = x0 + 1;
   let y0 = spec.zero ? 0 : ys.reduce((a, b) => Math.min(a, b)), y1 = ys.reduce((a, b) => Math.max(a, b));
   if (spec.clip && ys.length > 20) y1 = Math.min(y1, y0 + (quantile(ys, 0.98) - y0) * 2.5);  // one spike must not flatten the rest
@@ -153,7 +154,7 @@ function lineChart(host, spec) {
       d: path(l, i => l.y[i]), fill: "none", stroke: l.color, "stroke-width": l.thin ? 1.1 : 2, "stroke-linejoin": "round",
       "stroke-linecap": "round", "stroke-dasharray": l.dash || "none", opacity: l.thin ? .8 : 1,
     }, svg);
-    if (l.points) for (let i = 0; i < l.x.length; i++)
+    if (l.points || l.x.length < 3) for (let i = 0; i < l.x.length; i++)
       if (l.y[i] !== null && (!spec.logX || l.x[i] > 0))
         el("circle", { cx: X(l.x[i]), cy: clampY(l.y[i]), r: 4, fill: l.color, stroke: "var(--card)", "stroke-width": 1.5 }, svg);
   }

@@ -148,7 +148,7 @@ function panels(host, list) {
   const drawings = []; // all boxes first, because a lone box is as wide as the row
   for (const p of list) {
     const lines = p.lines ? p.lines() : scalarLines(p.key, { smooth: p.smooth, name: p.title });
-    if (!lines.length) continue;
+    if (!lines.length || (p.rare && !lines.some(l => l.y.some(v => v)))) continue;
     drawings.push([panel(host, p.title), { lines, xName: AXES[state.axis], yName: p.title, logX: state.log, zero: p.zero !== false, clip: p.clip }]);
   }
   for (const [box, spec] of drawings) lineChart(box, spec);
@@ -336,7 +336,7 @@ depthSection();
 decaySection();
 plainSection("speed", "Throughput", "", [{ key: "train/tokens_per_second", title: "Tokens per second", clip: true }, { key: "train/step_seconds", title: "Seconds per step", clip: true },
   { key: "train/mfu", title: "MFU" }, { key: "train/tflops", title: "TFLOP/s a device", clip: true }, { key: "train/memory_gb", title: "Memory, GB" },
-  { key: "checkpoint/save_seconds", title: "Seconds to write a checkpoint" }, { key: "train/skipped_steps", title: "Skipped steps, in all" }]);
+  { key: "checkpoint/save_seconds", title: "Seconds to write a checkpoint" }, { key: "train/skipped_steps", title: "Skipped steps, in all", rare: true }]);
 eventSection();
 header();
 draw();
