@@ -74,9 +74,11 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor
     )
     inputs = (q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A)
     sizes = (s.gam, s.row, *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound or 0.0)
-    if c.hopper and c.blocks32:
+    gate = {"BOUNDED": p.bound is not None, "BS": c.block}
+    if c.hopper:
         L = _empty(q, n, 3, 32, 32, dtype=torch.float16)
-        launch(prep_hopper_kernel, n, *inputs, L, *sizes, GROUP=p.HV // p.H, K=p.K, VARLEN=varlen, num_warps=4)
+        launch(prep_hopper_kernel, n, *inputs, L, *sizes, GROUP=p.HV // p.H, K=p.K, VARLEN=varlen, **gate,
+               num_warps=4)
         launch(invert_kernel, n, L, s.row, p.table, s.M, p.HV, VARLEN=varlen, num_warps=1)
     else:
         launch(prep_kernel, n, *inputs, s.M, *sizes, K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
@@ -128,8 +130,9 @@ def backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tenso
     pA, pb = (_empty(q, p.NC, p.HV, p.K, dtype=F32) for _ in range(2))
     args = (q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb, *_st(q), *_st(k), *_st(z),
             p.T, p.NT, p.HV, p.bound or 0.0)
-    if c.hopper and c.blocks32:
-        launch(kside_hopper_kernel, n * 2, *args, GROUP=group, K=p.K, VARLEN=varlen, num_warps=4)
+    gate = {"BOUNDED": p.bound is not None, "BS": c.block}
+    if c.hopper:
+        launch(kside_hopper_kernel, n * 2, *args, GROUP=group, K=p.K, VARLEN=varlen, **gate, num_warps=4)
     else:
         launch(kside_kernel, n * (p.K // c.kside_bd), *args, K=p.K, BD=c.kside_bd, **p.meta, **p.gate,
                num_warps=c.kside_warps)

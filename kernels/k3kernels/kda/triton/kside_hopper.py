@@ -1,4 +1,4 @@
-"""`kside.py` with explicit layouts, for K = 128 channels, bf16, bounded gates (32-token blocks).
+"""`kside.py` with explicit layouts, for K = 128 channels, bf16, any gate.
 
 The plain version is limited by registers and by layout changes through shared memory.  Here every [64 channels, 32 tokens]
 tensor lives in one layout, TILE, that is the mma.sync accumulator with its rows renamed (a warp's accumulator rows g and
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from .hopper import LOG2E, bf16, exp2, fp32, gate_sigmoid, rcp
+from .hopper import FLOOR2, LOG2E, bf16, exp2, fp32, gate_sigmoid, log2_decay, rcp
 
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
@@ -86,14 +86,21 @@ def _pairs(q, k, kh, up, a, l, dq, dk, dG):
 
 
 @gluon.jit
-def _factors(g, anchor):
-    """Queries' factor of the block (its reciprocal is the keys'), and per channel: the factors that turn them into those
-    from the half's start and to the half's end, and the half's log2 decay."""
-    j = gl.expand_dims(gl.arange(0, 32, TOKEN), 0)
-    up = exp2(_map(g, anchor, gl.float16))
+def _factors(g, maps, BS: gl.constexpr):
+    """Of one half: the queries' factor of a block (its reciprocal is the keys'), factors from the half's start and to its
+    end, and the half's log2 decay per channel."""
+    up = exp2(_map(g, maps.index(0).load(RIGHT), gl.float16))
     end = gl.expand_dims(gl.sum(g, axis=1), 1)
-    mid = gl.expand_dims(gl.sum(gl.where(j < 16, g, 0.0), axis=1), 1)
-    return up, exp2(mid), exp2(end - mid), end
+    if BS == 32:
+        j = gl.expand_dims(gl.arange(0, 32, TOKEN), 0)
+        mid = gl.expand_dims(gl.sum(gl.where(j < 16, g, 0.0), axis=1), 1)
+        first = up * exp2(mid)
+        last = rcp(up) * exp2(end - mid)
+    else:
+        G = _map(g, maps.index(1).load(RIGHT), gl.float16)
+        first = exp2(G)
+        last = exp2(end - G)
+    return up, first, last, end
 
 
 @gluon.jit
@@ -123,46 +130,64 @@ def _row_again(ptr):
 
 
 @gluon.jit
-def _gate(z, H: gl.constexpr, bias, tail, rate, bound):
-    return gl.where(tail, (bound * LOG2E) * gate_sigmoid(_load(z, H), rate, bias), 0.0)
+def _gate(z, H: gl.constexpr, bias, tail, rate, bound, BOUNDED: gl.constexpr):
+    return gl.where(tail, log2_decay(_load(z, H), rate, bias, bound, BOUNDED), 0.0)
 
 
 @gluon.jit
-def _half(q_s, k_s, z_s, p0, p1, p2, rp, dq_ptr, dk_ptr, dz_ptr, oo, a, l, ax, lx, kx, tx,
-          anchor, prefix, suffix, before, after, carry, bias, live, tail, rate, bound, H: gl.constexpr):
-    """See kside.py; every matrix argument lies in shared memory."""
-    up, start, stop, end = _factors(_gate(z_s, H, bias, tail, rate, bound), anchor.load(RIGHT))
-    first = up * (start * exp2(before))
-    q = _load(q_s, H) * _row(rp + 64)
-    k = _load(k_s, H) * _row(rp + 128)
-    dq = _load(p0, H) * first
-    dG = q * dq
-    dk = _load(p1, H) * first
-    dG += k * dk
-    dk += _load(p2, H) * (rcp(up) * (stop * exp2(after)))
-    if H == 1:
-        dq, dk, dG, tx = _pairs(q, k, kx, up * start, ax, lx, dq, dk, dG)
-    else:
-        t = rcp(up) * stop
-        dk += tx * t
-        dG -= tx * fp32(bf16(k * t))
-    down = rcp(up)
+def _block(q, k, up, down, a, l, dq, dk, dG):
     kh = bf16(k * down)
     dq, dk, dG, t = _pairs(q, k, _left(kh), up, a, l, dq, dk, dG)
-    dk += t * down
-    dG -= t * fp32(kh)
+    return dq, dk + t * down, dG - t * fp32(kh)
+
+
+@gluon.jit
+def _half(q_s, k_s, z_s, p0, p1, p2, rp, dq_ptr, dk_ptr, dz_ptr, oo, mats, kx, tx, maps, sums,
+          before, after, carry, bias, live, tail, rate, bound, H: gl.constexpr, BOUNDED: gl.constexpr, BS: gl.constexpr):
+    """See kside.py; tiles, matrices and maps lie in shared memory."""
+    LEVELS: gl.constexpr = 1 if BS == 32 else 3
+    g = _gate(z_s, H, bias, tail, rate, bound, BOUNDED)
+    up, first, last, end = _factors(g, maps, BS)
+    pre = exp2(before)
+    post = exp2(after)
+    q = _load(q_s, H) * _row(rp + 64)
+    k = _load(k_s, H) * _row(rp + 128)
+    x = first * pre
+    dq = _load(p0, H) * x
+    dG = q * dq
+    dk = _load(p1, H) * x
+    dG += k * dk
+    dk += _load(p2, H) * (last * post)
+    if H == 1:
+        dq, dk, dG, tx = _pairs(q, k, kx, first, mats.index(4 * LEVELS), mats.index(4 * LEVELS + 1), dq, dk, dG)
+    else:
+        dk += tx * last
+        dG -= tx * fp32(bf16(k * last))
+    m: gl.constexpr = 2 * LEVELS * H
+    dq, dk, dG = _block(q, k, up, rcp(up), mats.index(m), mats.index(m + 1), dq, dk, dG)
+    if BS == 8:
+        x = exp2(-gl.abs(_map(g, maps.index(2).load(RIGHT), gl.float16)))
+        dq, dk, dG = _block(q, k, x, x, mats.index(m + 2), mats.index(m + 3), dq, dk, dG)
+        x = exp2(-gl.abs(_map(g, maps.index(3).load(RIGHT), gl.float16)))
+        dq, dk, dG = _block(q, k, x, x, mats.index(m + 4), mats.index(m + 5), dq, dk, dG)
     a_d = _row(rp + 320)
     _store(dq_ptr, oo, (dq + a_d * k - q * _row(rp + 192)) * _row_again(rp + 64), live)
     _store(dk_ptr, oo, (dk + a_d * q - k * _row(rp + 256)) * _row_again(rp + 128), live)
     sum_dG = gl.expand_dims(gl.sum(dG, axis=1), 1)
-    dg = _map(dG, suffix.load(RIGHT), gl.bfloat16) + carry
-    kd = k * (_load(p2, H) * (rcp(up) * (stop * exp2(after))))
-    dg += _map(kd, prefix.load(RIGHT), gl.bfloat16)
+    dg = _map(dG, sums.index(0).load(RIGHT), gl.bfloat16) + carry
+    dg += _map(k * (_load(p2, H) * (last * post)), sums.index(1).load(RIGHT), gl.bfloat16)
     z = _load(z_s, H)
-    s = gate_sigmoid(z, rate, bias)
-    dz = gl.where(tail, dg * ((s - s * s) * (bound * rate)), 0.0)
+    if BOUNDED:
+        s = gate_sigmoid(z, rate, bias)
+        dz = gl.where(tail, dg * ((s - s * s) * (bound * rate)), 0.0)
+        dA = dz * z
+    else:
+        g = log2_decay(z, rate, bias, bound, False)
+        alive = tail & (g > FLOOR2)
+        dz = gl.where(alive, dg * (gate_sigmoid(z, 1.0, bias) * -rate), 0.0)
+        dA = gl.where(alive, dg * g * (1.0 / LOG2E), 0.0)
     _store(dz_ptr, oo, dz, live)
-    return tx, sum_dG, gl.expand_dims(gl.sum(dz, axis=1), 1), gl.expand_dims(gl.sum(dz * z, axis=1), 1)
+    return tx, sum_dG, gl.expand_dims(gl.sum(dz, axis=1), 1), gl.expand_dims(gl.sum(dA, axis=1), 1)
 
 
 @gluon.jit
@@ -177,7 +202,7 @@ def _stage(ptr, st, rows, cols, live):
 def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_ptr, dA_ptr, dL_ptr, row_ptr,
                         dq_ptr, dk_ptr, dz_ptr, pA_ptr, pb_ptr,
                         q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, T, NT, HV, bound,
-                        GROUP: gl.constexpr, K: gl.constexpr, VARLEN: gl.constexpr):
+                        GROUP: gl.constexpr, K: gl.constexpr, BOUNDED: gl.constexpr, BS: gl.constexpr, VARLEN: gl.constexpr):
     pid = gl.program_id(0)
     ik = pid % (K // 64)
     hv = (pid // (K // 64)) % HV
@@ -231,10 +256,27 @@ def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_p
     mi = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, COPY)), 1)
     mj = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, COPY)), 0)
     mo = tile * 3072 + (mi * 32 + mj)
-    mats = gl.allocate_shared_memory(gl.bfloat16, [6, 32, 32], MATRIX)
-    for m in gl.static_range(3):
-        async_copy.async_copy_global_to_shared(mats.index(2 * m), dA_ptr + (1024 * m) + mo)
-        async_copy.async_copy_global_to_shared(mats.index(2 * m + 1), dL_ptr + (1024 * m) + mo)
+    LEVELS: gl.constexpr = 1 if BS == 32 else 3
+    mats = gl.allocate_shared_memory(gl.bfloat16, [4 * LEVELS + 2, 32, 32], MATRIX)
+    if BS == 32:
+        for m in gl.static_range(2):
+            async_copy.async_copy_global_to_shared(mats.index(2 * m), dA_ptr + (1024 * m) + mo)
+            async_copy.async_copy_global_to_shared(mats.index(2 * m + 1), dL_ptr + (1024 * m) + mo)
+    else:
+        same8 = mi // 8 == mj // 8
+        same16 = (mi // 16 == mj // 16) & (mi // 8 > mj // 8)
+        same32 = mi // 16 > mj // 16
+        for m in gl.static_range(2):
+            a = gl.load(dA_ptr + (1024 * m) + mo)
+            l = gl.load(dL_ptr + (1024 * m) + mo)
+            mats.index(6 * m).store(gl.where(same8, a, a * 0.0))
+            mats.index(6 * m + 1).store(gl.where(same8, l, l * 0.0))
+            mats.index(6 * m + 2).store(gl.where(same16, a, a * 0.0))
+            mats.index(6 * m + 3).store(gl.where(same16, l, l * 0.0))
+            mats.index(6 * m + 4).store(gl.where(same32, a, a * 0.0))
+            mats.index(6 * m + 5).store(gl.where(same32, l, l * 0.0))
+    async_copy.async_copy_global_to_shared(mats.index(4 * LEVELS), dA_ptr + 2048 + mo)
+    async_copy.async_copy_global_to_shared(mats.index(4 * LEVELS + 1), dL_ptr + 2048 + mo)
     q_s = _stage(q_ptr, q_st, rows, cols, copied)
     p0 = _stage(pp, K, rows, cols, rows < 64)
     p1 = _stage(pp + 64 * K, K, rows, cols, rows < 64)
@@ -244,34 +286,37 @@ def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_p
     bias = gl.expand_dims(gl.load(bias_ptr + hv * K + dc).to(gl.float32), 1)
     w = gl.expand_dims(gl.load(w_ptr + tile * K + dc), 1)
     rp = row_ptr + tile * 512
-    anchor = gl.allocate_shared_memory(
-        gl.float16, [32, 32], MATRIX,
-        (gl.where(mi <= mj, 1.0, 0.0) - gl.where(mi + mj * 0 < 16, 1.0, 0.0)).to(gl.float16))
-    prefix = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.where(mi < mj, 1.0, 0.0).to(gl.bfloat16))
-    suffix = gl.allocate_shared_memory(gl.bfloat16, [32, 32], MATRIX, gl.where(mi >= mj, 1.0, 0.0).to(gl.bfloat16))
+    # token maps: rows are summed over, columns are results
+    maps = gl.allocate_shared_memory(gl.float16, [1 if BS == 32 else 4, 32, 32], MATRIX)
+    upto = gl.where(mi <= mj, 1.0, 0.0)
+    maps.index(0).store((upto - gl.where(mi < mj // BS * BS + BS // 2, 1.0, 0.0)).to(gl.float16))
+    if BS == 8:
+        maps.index(1).store(upto.to(gl.float16))
+        maps.index(2).store((upto - gl.where(mi < mj // 16 * 16 + 8, 1.0, 0.0)).to(gl.float16))
+        maps.index(3).store((upto - gl.where(mi + mj * 0 < 16, 1.0, 0.0)).to(gl.float16))
+    sums = gl.allocate_shared_memory(gl.bfloat16, [2, 32, 32], MATRIX)
+    sums.index(0).store(gl.where(mi >= mj, 1.0, 0.0).to(gl.bfloat16))
+    sums.index(1).store(gl.where(mi < mj, 1.0, 0.0).to(gl.bfloat16))
 
     async_copy.wait_group(1)
     gl.thread_barrier()
-    end1 = gl.expand_dims(gl.sum(_gate(z_s, 1, bias, tail1, rate, bound), axis=1), 1)
-    u0, start0, stop0, end0 = _factors(_gate(z_s, 0, bias, tail0, rate, bound), anchor.load(RIGHT))
-    k0 = _load(k_s, 0) * _row(rp + 128)
-    kl = k0 * (rcp(u0) * stop0)
+    end1 = gl.expand_dims(gl.sum(_gate(z_s, 1, bias, tail1, rate, bound, BOUNDED), axis=1), 1)
+    u0, f0, last0, end0 = _factors(_gate(z_s, 0, bias, tail0, rate, bound, BOUNDED), maps, BS)
+    kl = _load(k_s, 0) * _row(rp + 128) * last0
     kd0 = gl.expand_dims(gl.sum(kl * _load(p2, 0), axis=1), 1) * exp2(end1)
     none = end0 * 0.0
     async_copy.wait_group(0)
     gl.thread_barrier()
-    ax = mats.index(4)
-    lx = mats.index(5)
     tx, sum1, pb1, pA1 = _half(
         q_s, k_s, z_s, p0, p1, p2, rp + 32, dq_ptr + 32 * HV * K, dk_ptr + 32 * HV * K, dz_ptr + 32 * HV * K, oo,
-        mats.index(2), mats.index(3), ax, lx, _left(bf16(kl)), kl, anchor, prefix, suffix,
-        end0, none, w + kd0, bias, live1, tail1, rate, bound, 1)
+        mats, _left(bf16(kl)), kl, maps, sums, end0, none, w + kd0, bias, live1, tail1, rate, bound, 1, BOUNDED, BS)
     tx, sum0, pb0, pA0 = _half(
         q_s, k_s, z_s, p0, p1, p2, rp, dq_ptr, dk_ptr, dz_ptr, oo,
-        mats.index(0), mats.index(1), ax, lx, tx, tx, anchor, prefix, suffix,
-        none, end1, w + sum1, bias, live0, tail0, rate, bound, 0)
+        mats, tx, tx, maps, sums, none, end1, w + sum1, bias, live0, tail0, rate, bound, 0, BOUNDED, BS)
     pb = pb0 + pb1
-    pA = pA0 + pA1 + bias * pb
+    pA = pA0 + pA1
+    if BOUNDED:
+        pA += bias * pb
     one = gl.expand_dims(dc, 1)
     gl.store(pb_ptr + tile * K + one, pb)
     gl.store(pA_ptr + tile * K + one, pA)

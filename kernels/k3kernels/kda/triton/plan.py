@@ -14,10 +14,10 @@ from .index import chunk_table
 @dataclass(frozen=True)
 class Config:
     """Tile sizes and warps of each kernel.  `hopper` selects the explicit-layout kernels (K = V = 128, bf16, sm_90);
-    `blocks32` says that the gate allows 32-token blocks, which the explicit-layout chunk kernels need."""
+    `block` is the middle-anchored block of the in-chunk products: 32, 16 or 8 tokens (32 or 8 with `hopper`)."""
 
     hopper: bool
-    blocks32: bool
+    block: int
     prep_bd: int
     prep_warps: int
     state_bv: int
@@ -53,9 +53,9 @@ def choose(K: int, V: int, dtype: torch.dtype, bound: float | None, states: int,
     bd = min(K, 32)
     if low and K == 128 and V == 128 and hopper:
         bv = 64 if split_values(states, processors) else 128
-        return Config(True, block_size(bound) == 32, 16, 2, bv, bv // 16, bd, 2)
+        return Config(True, 32 if block_size(bound) == 32 else 8, 16, 2, bv, bv // 16, bd, 2)
     bv = min(V, 64 if low and K <= 128 else 32)
-    return Config(False, block_size(bound) == 32, min(K, 16), 2, bv, 4, bd, 2)
+    return Config(False, block_size(bound), min(K, 16), 2, bv, 4, bd, 2)
 
 
 @dataclass

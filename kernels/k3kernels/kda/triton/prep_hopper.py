@@ -1,4 +1,4 @@
-"""`prep.py` with explicit layouts, for K = 128 channels, bf16, bounded gates (32-token blocks).
+"""`prep.py` with explicit layouts, for K = 128 channels, bf16, any gate.
 
 A half of the chunk, [32 tokens, 128 channels], is spread so that a thread holds 4 neighbouring tokens of 8 neighbouring
 channels: 16-byte accesses, a cumulative sum that stays in the warp, and no layout change anywhere.  All inputs are copied
@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from .hopper import LOG2E, bf16, exp2, fp32, gate_sigmoid, rcp
+from .hopper import LOG2E, bf16, exp2, fp32, gate_sigmoid, log2_decay, rcp
 
 TILE = gl.constexpr(gl.BlockedLayout([4, 8], [8, 4], [1, 4], [1, 0]))
 TOKEN = gl.constexpr(gl.SliceLayout(1, TILE.value))
@@ -47,8 +47,40 @@ def _load(stage, H: gl.constexpr):
 
 
 @gluon.jit
-def _gate(stage, H: gl.constexpr, live, bias, rate, bound):
-    return gl.where(live, (bound * LOG2E) * gate_sigmoid(_load(stage, H), rate, bias), 0.0)
+def _gate(stage, H: gl.constexpr, live, bias, rate, bound, BOUNDED: gl.constexpr):
+    return gl.where(live, log2_decay(_load(stage, H), rate, bias, bound, BOUNDED), 0.0)
+
+
+@gluon.jit
+def _anchored(g, W: gl.constexpr):
+    """Log2 decay from the middle of each block of 2W tokens to each of its tokens: in the second W tokens the inclusive sum
+    since the middle, in the first W minus what follows up to the middle."""
+    x = gl.reshape(g, [32 // W, W, 128])
+    c = gl.reshape(gl.associative_scan(x, 1, _add), [32, 128])
+    total = gl.expand_dims(gl.sum(x, axis=1), 1) + x * 0.0
+    first = gl.expand_dims(gl.arange(0, 32, TOKEN), 1) % (2 * W) < W
+    return gl.convert_layout(c, TILE) - gl.where(first, gl.convert_layout(gl.reshape(total, [32, 128]), TILE), 0.0)
+
+
+@gluon.jit
+def _level(q, k, g, queries, keys, zero, W: gl.constexpr):
+    """Products of the pairs that straddle the middle of a block of 2W tokens: every exponent is <= 0."""
+    x = exp2(-gl.abs(_anchored(g, W)))
+    y = bf16(k * x)
+    gl.thread_barrier()
+    queries.slice(0, 32).store(bf16(q * x))
+    queries.slice(32, 32).store(y)
+    keys.store(y)
+    fence_async_shared()
+    gl.thread_barrier()
+    return warpgroup_mma(queries, keys.permute([1, 0]), zero, is_async=False)
+
+
+@gluon.jit
+def _merge(acc, a8, a16, i, j):
+    """One causal half from its 8-token blocks and the two levels between them; i, j inside the half."""
+    acc = gl.where(i // 8 == j // 8, acc, gl.where(i // 16 == j // 16, a8, a16))
+    return acc
 
 
 @gluon.jit
@@ -70,7 +102,7 @@ def prep_hopper_kernel(q_ptr, k_ptr, z_ptr, beta_ptr, A_log_ptr, bias_ptr, table
                        Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, L_ptr, gam_ptr, row_ptr,
                        q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, b_sb, b_st, b_sh,
                        T, NT, HV, scale, bound,
-                       GROUP: gl.constexpr, K: gl.constexpr, VARLEN: gl.constexpr):
+                       GROUP: gl.constexpr, K: gl.constexpr, BOUNDED: gl.constexpr, BS: gl.constexpr, VARLEN: gl.constexpr):
     pid = gl.program_id(0)
     hv = pid % HV
     cg = pid // HV
@@ -121,63 +153,78 @@ def prep_hopper_kernel(q_ptr, k_ptr, z_ptr, beta_ptr, A_log_ptr, bias_ptr, table
     # the second half's gates first: the first half needs their sum
     async_copy.wait_group(2)
     gl.thread_barrier()
-    g1 = _gate(z_s, 1, live1, bias, rate, bound)
+    g1 = _gate(z_s, 1, live1, bias, rate, bound, BOUNDED)
     mid1, end1 = _sums(g1)
-    g0 = _gate(z_s, 0, live0, bias, rate, bound)
+    g0 = _gate(z_s, 0, live0, bias, rate, bound, BOUNDED)
     mid0, end0 = _sums(g0)
-    up = exp2(gl.associative_scan(g0, 0, _add) - mid0)
-    down = rcp(up)
-    start = exp2(mid0)
-    stop = exp2(end0 - mid0)
+    G = gl.associative_scan(g0, 0, _add)
+    if BS == 32:
+        up = exp2(G - mid0)
+        down = rcp(up)
+        first = up * exp2(mid0)
+        last = down * exp2(end0 - mid0)
+    else:
+        up = exp2(_anchored(g0, 4))
+        down = rcp(up)
+        first = exp2(G)
+        last = exp2(end0 - G)
     after = exp2(end1)
     async_copy.wait_group(0)
     gl.thread_barrier()
     k = _normalised(_load(k_s, 0), rp + 128, 1.0)
-    x = k * up
-    queries.slice(32, 32).store(bf16(x))
-    gl.store(Kp_ptr + so, bf16(x * start))
-    x = k * down
-    keys.store(bf16(x))
-    x = x * stop
+    queries.slice(32, 32).store(bf16(k * up))
+    gl.store(Kp_ptr + so, bf16(k * first))
+    keys.store(bf16(k * down))
+    x = k * last
     ends.store(bf16(x))
     gl.store(Kb_ptr + so, bf16(x * after))
     q = _normalised(_load(q_s, 0), rp + 64, 1.0) * scale
-    x = q * up
-    queries.slice(0, 32).store(bf16(x))
-    gl.store(Qp_ptr + so, bf16(x * start))
+    queries.slice(0, 32).store(bf16(q * up))
+    gl.store(Qp_ptr + so, bf16(q * first))
     fence_async_shared()
     gl.thread_barrier()
     acc0 = warpgroup_mma(queries, keys.permute([1, 0]), zero, is_async=False)
+    i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
+    j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, ACC)), 0)
+    if BS == 8:
+        a16 = _level(q, k, g0, queries, keys, zero, 16)
+        acc0 = _merge(acc0, _level(q, k, g0, queries, keys, zero, 8), a16, i % 32, j)
+        gl.thread_barrier()
 
     before = exp2(end0)
     gl.store(gam_ptr + tile * K + d, before * after)
-    g1 = _gate(z_s, 1, live1, bias, rate, bound)
-    up = exp2(gl.associative_scan(g1, 0, _add) - mid1)
-    down = rcp(up)
-    start = exp2(mid1)
-    stop = exp2(end1 - mid1)
+    g1 = _gate(z_s, 1, live1, bias, rate, bound, BOUNDED)
+    G = gl.associative_scan(g1, 0, _add)
+    if BS == 32:
+        up = exp2(G - mid1)
+        down = rcp(up)
+        first = up * exp2(mid1)
+        last = down * exp2(end1 - mid1)
+    else:
+        up = exp2(_anchored(g1, 4))
+        down = rcp(up)
+        first = exp2(G)
+        last = exp2(end1 - G)
     k = _normalised(_load(k_s, 1), rp + 160, 1.0)
-    x = k * up
-    queries.slice(32, 32).store(bf16(x))
-    x = x * start
+    queries.slice(32, 32).store(bf16(k * up))
+    x = k * first
     across.slice(32, 32).store(bf16(x))
     gl.store(Kp_ptr + 32 * K + so, bf16(x * before))
-    x = k * down
-    keys.store(bf16(x))
-    gl.store(Kb_ptr + 32 * K + so, bf16(x * stop))
+    keys.store(bf16(k * down))
+    gl.store(Kb_ptr + 32 * K + so, bf16(k * last))
     q = _normalised(_load(q_s, 1), rp + 96, 1.0) * scale
-    x = q * up
-    queries.slice(0, 32).store(bf16(x))
-    x = x * start
+    queries.slice(0, 32).store(bf16(q * up))
+    x = q * first
     across.slice(0, 32).store(bf16(x))
     gl.store(Qp_ptr + 32 * K + so, bf16(x * before))
     fence_async_shared()
     gl.thread_barrier()
     accx = warpgroup_mma(across, ends.permute([1, 0]), zero, is_async=False)
     acc1 = warpgroup_mma(queries, keys.permute([1, 0]), zero, is_async=False)
+    if BS == 8:
+        a16 = _level(q, k, g1, queries, keys, zero, 16)
+        acc1 = _merge(acc1, _level(q, k, g1, queries, keys, zero, 8), a16, i % 32, j)
 
-    i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
-    j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, ACC)), 0)
     ao = tile * 4096 + (i * 64 + j)
     query = i + j * 0 < 32
     gl.store(A_ptr + ao, gl.where(i >= j, acc0, 0.0).to(gl.bfloat16), mask=query)
