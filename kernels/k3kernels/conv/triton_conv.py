@@ -67,12 +67,12 @@ def forward_kernel(
     b0, b1, b2, t0, t1, t2, c0, c1, c2, n0, n1,
     W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channel blocks of all three tensors, B * ceil(T / BT)).
+    """Grid (B * ceil(T / BT), channel blocks of all three tensors); only the first axis may exceed 65535.
 
     x [B, T, C] with strides (b, t, 1); y the same, contiguous; n0, n1: channel blocks before tensors 1 and 2.
     start, document [T]: first token and index of each token's document (read when VARLEN).
     """
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     which = (block >= n0).to(tl.int32) + (block >= n1).to(tl.int32)
     x_ptr, w_ptr, s_ptr, y_ptr = _pick(which, x0, x1, x2), _pick(which, w0, w1, w2), s0, _pick(which, y0, y1, y2)
     if STATE:
@@ -80,8 +80,8 @@ def forward_kernel(
     C, sb, st = _pick_size(which, c0, c1, c2), _pick_size(which, b0, b1, b2), _pick_size(which, t0, t1, t2)
     channel = (block - _pick_size(which, 0, n0, n1)) * BC + tl.arange(0, BC)
     inside = channel < C
-    batch = (tl.program_id(1) // blocks_T).to(tl.int64)
-    first = (tl.program_id(1) % blocks_T) * BT
+    batch = (tl.program_id(0) // blocks_T).to(tl.int64)
+    first = (tl.program_id(0) % blocks_T) * BT
     x_ptr += batch * sb
     y_ptr += batch * T * C
     tap0, tap1 = _tap(w_ptr, channel, inside, 0, W), _tap(w_ptr, channel, inside, 1, W)
@@ -121,7 +121,7 @@ def backward_kernel(
     ds [N, C, W-1, W-1] (read when STATE): ds[..., slot, i] is what token i of the document gives to that slot of the
     state; zeroed by the caller, since short documents have fewer tokens.
     """
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     which = (block >= n0).to(tl.int32) + (block >= n1).to(tl.int32)
     x_ptr, w_ptr, s_ptr = _pick(which, x0, x1, x2), _pick(which, w0, w1, w2), s0
     g_ptr, d_ptr, dw_ptr, ds_ptr = _pick(which, g0, g1, g2), _pick(which, d0, d1, d2), _pick(which, dw0, dw1, dw2), ds0
@@ -130,8 +130,8 @@ def backward_kernel(
     C, sb, st = _pick_size(which, c0, c1, c2), _pick_size(which, b0, b1, b2), _pick_size(which, t0, t1, t2)
     channel = (block - _pick_size(which, 0, n0, n1)) * BC + tl.arange(0, BC)
     inside = channel < C
-    batch = (tl.program_id(1) // blocks_T).to(tl.int64)
-    first = (tl.program_id(1) % blocks_T) * BT
+    batch = (tl.program_id(0) // blocks_T).to(tl.int64)
+    first = (tl.program_id(0) % blocks_T) * BT
     x_ptr += batch * sb
     g_ptr += batch * T * C
     d_ptr += batch * T * C
@@ -189,7 +189,7 @@ def backward_kernel(
         p3 = p2
         p2 = p1
         p1 = x
-    to = dw_ptr + (tl.program_id(1).to(tl.int64) * C + channel) * 4
+    to = dw_ptr + (tl.program_id(0).to(tl.int64) * C + channel) * 4
     tl.store(to, dw_0, mask=inside)
     tl.store(to + 1, dw_1, mask=inside)
     tl.store(to + 2, dw_2, mask=inside)
@@ -282,7 +282,7 @@ def _launch(xs: Any, weights: Any, states: Any, walk: Any) -> tuple[tuple[int, i
     three = _three(xs)
     sizes = [triton.cdiv(T, BT), *(x.stride(0) for x in three), *(x.stride(1) for x in three)]
     sizes += [*(x.shape[2] for x in three), *before]
-    grid = (sum(counts), B * triton.cdiv(T, BT))
+    grid = (B * triton.cdiv(T, BT), sum(counts))
     meta = {
         "W": weights[0].shape[1],
         "VARLEN": walk is not None,

@@ -7,7 +7,7 @@ from k3kernels.checks import check_qkv, check_same_device, check_tensor
 from k3kernels.delta_rule.naive import delta_rule_naive
 from k3kernels.kda.chunk_torch import L2Normalize, chunked_recurrence
 from k3kernels.kda.naive import compute_dtype
-from k3kernels.kda.ops import pick_backend
+from k3kernels.kda.ops import kda, pick_backend
 
 # A raw gate so low that sigmoid gives exactly 0 in every precision: log decay 0.
 OPEN_GATE = -1e4
@@ -53,15 +53,12 @@ def delta_rule(
     if backend == "naive":
         o, final = delta_rule_naive(q, k, v, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
     elif backend == "triton":
-        from k3kernels.kda.triton.api import kda_triton  # imports triton, which CPU users may lack
-
-        initial_state = None if initial_state is None else initial_state.float()
         z = q.new_zeros(1, 1, HV, K).expand(B, T, HV, K)
         A_log = torch.zeros(HV, device=q.device)
         dt_bias = torch.full((HV, K), OPEN_GATE, device=q.device)
-        o, final = kda_triton(
+        o, final = kda(
             q, k, v, z, beta, A_log, dt_bias, bound=-5.0, scale=scale, initial_state=initial_state,
-            cu_seqlens=cu_seqlens, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens, output_final_state=output_final_state, backend="triton",
         )  # fmt: skip
     else:
         dtype = compute_dtype(q, k, v, beta, initial_state)

@@ -7,7 +7,7 @@ from k3kernels.checks import check_bound, check_qkv, check_same_device, check_te
 from k3kernels.gated_delta.naive import gated_delta_naive, scalar_log_decay
 from k3kernels.kda.chunk_torch import L2Normalize, chunked_recurrence
 from k3kernels.kda.naive import compute_dtype
-from k3kernels.kda.ops import pick_backend
+from k3kernels.kda.ops import kda, pick_backend
 
 
 def gated_delta(
@@ -66,14 +66,10 @@ def gated_delta(
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
     elif backend == "triton":
-        from k3kernels.kda.triton.api import kda_triton  # imports triton, which CPU users may lack
-
-        initial_state = None if initial_state is None else initial_state.float()
-
-        o, final = kda_triton(
+        o, final = kda(
             q, k, v, z.unsqueeze(-1).expand(B, T, HV, K).contiguous(), beta, A_log,
             dt_bias.unsqueeze(-1).expand(HV, K).contiguous(), bound=bound, scale=scale, initial_state=initial_state,
-            cu_seqlens=cu_seqlens, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens, output_final_state=output_final_state, backend="triton",
         )  # fmt: skip
     else:
         dtype = compute_dtype(q, k, v, z, beta, A_log, dt_bias, initial_state)

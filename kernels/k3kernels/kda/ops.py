@@ -120,6 +120,7 @@ def kda(
         from k3kernels.kda.triton.api import kda_triton as implementation  # imports triton, which CPU users may lack
 
         initial_state = None if initial_state is None else initial_state.float()
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
     else:
         implementation = kda_naive if backend == "naive" else kda_torch
     return implementation(

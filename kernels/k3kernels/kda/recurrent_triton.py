@@ -18,11 +18,14 @@ def decode_kernel(
     T, HV, scale, bound,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (V / BV, B * HV); o is [B, T, HV, V] contiguous, BK the power of two that holds K."""
-    column = tl.program_id(0) * BV + tl.arange(0, BV)
+    """Grid (B * HV, V / BV), the long axis first since only that one may exceed 65535.
+
+    o is [B, T, HV, V] contiguous; BK is the power of two that holds K.
+    """
+    column = tl.program_id(1) * BV + tl.arange(0, BV)
     row = tl.arange(0, BK)
-    batch = (tl.program_id(1) // HV).to(tl.int64)
-    head = (tl.program_id(1) % HV).to(tl.int64)
+    batch = (tl.program_id(0) // HV).to(tl.int64)
+    head = (tl.program_id(0) % HV).to(tl.int64)
     in_v, in_k = column < V, row < K
     state_at = state_ptr + batch * s_sb + head * s_sh + row[:, None] * s_sk + column[None, :]
     inside = in_k[:, None] & in_v[None, :]
@@ -74,7 +77,7 @@ def decode_triton(
         return o
     BK = max(16, triton.next_power_of_2(K))
     BV = min(max(16, triton.next_power_of_2(V)), max(16, 4096 // BK))
-    decode_kernel[(triton.cdiv(V, BV), B * HV)](
+    decode_kernel[(B * HV, triton.cdiv(V, BV))](
         q, k, v, z, beta, A_log, dt_bias, state, o,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *z.stride()[:3], *beta.stride(), *state.stride()[:3],
         T, HV, scale, -1.0 if bound is None else bound,
