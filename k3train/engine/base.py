@@ -11,7 +11,10 @@ from typing import Any, Protocol
 import torch
 
 Batch = dict[str, torch.Tensor]
-"""tokens, labels int64 [T], loss_mask fp32 [T], cu_seqlens int32 [N+1]: one micro-batch as one packed stream."""
+"""tokens, labels int64 [T], loss_mask fp32 [T], cu_seqlens int32 [N+1]: one micro-batch as one packed stream.
+
+valid bool [T], where there is padding: False for tokens that expert balancing must not count.
+"""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
@@ -19,16 +20,18 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from k3train.config.schema import Config
-from k3train.engine import gradients
+from k3train.engine import gradients, plain_state
 from k3train.engine.base import Batch, StepResult
 from k3train.engine.gate import UpdateGate
-from k3train.engine.saving import Checksums, Saver, live_storages
+from k3train.engine.saving import Checksums, Saver
 from k3train.engine.sharded_state import model_state
+from k3train.engine.snapshot import HostCopies, optimizer_twin
 from k3train.model.build import build_chunks, chunks_of_rank, link_stages, make_context, stage_borders
 from k3train.model.context import PackedStream
 from k3train.model.k3 import K3Model
 from k3train.parallel.layout import Layout
 from k3train.parallel.transport import Communicator
+from k3train.train import optimizer as muon_optimizer
 
 
 def training_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -57,7 +60,7 @@ class MegatronEngine:
         self.ddp = self._wrap()
         self.optimizer = self._make_optimizer()
         self.gate = UpdateGate(self.optimizer, device)
-        self.saver = Saver()
+        self.saver, self._first_save = Saver(), True
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ class MegatronEngine:
         parallel = self.config.parallel
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=parallel.distributed_optimizer,
+            use_distributed_optimizer=self.shards_state,
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
         )
@@ -98,10 +101,11 @@ class MegatronEngine:
     def _make_optimizer(self) -> Any:
         optim = self.config.optim
         config = OptimizerConfig(
-            optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.beta1,
+            optimizer=self._register_muon() if optim.name == "muon" else "adam",
+            lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.beta1,
             adam_beta2=optim.beta2, adam_eps=optim.eps, clip_grad=optim.clip_grad,
             bf16=self.ctx.dtype == torch.bfloat16, params_dtype=self.ctx.dtype,
-            use_distributed_optimizer=self.config.parallel.distributed_optimizer,
+            use_distributed_optimizer=self.shards_state,
             overlap_param_gather=self.config.parallel.overlap_param_gather,
         )  # fmt: skip
 
@@ -117,7 +121,23 @@ class MegatronEngine:
             without_decay("no_decay", False): {"wd_mult": 0.0},
             without_decay("no_decay_fp32", True): {"wd_mult": 0.0, "max_lr": optim.lr},
         }
-        return get_megatron_optimizer(config, self.ddp, config_overrides=overrides)
+        optimizer = get_megatron_optimizer(config, self.ddp, config_overrides=overrides)
+        if optim.name == "muon":
+            muon_optimizer.carry_specs(optimizer)
+        return optimizer
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether optimizer state is cut over data-parallel ranks (ZeRO-1). Muon needs whole matrices: its ranks share
+        the work of orthogonalising instead."""
+        return self.config.parallel.distributed_optimizer and self.config.optim.name != "muon"
+
+    def _register_muon(self) -> str:
+        muon = self.config.optim.muon
+        matrices = {
+            id(p) for m in self.models for n, p in m.named_parameters() if muon_optimizer.is_muon(n, p.k3, muon)
+        }
+        return muon_optimizer.register(muon, self.layout, lambda p: id(p) in matrices)
 
     def _finalize(self, models: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
         # replicated-but-partial gradients first: the data-parallel reduction may leave a rank only its own shard
@@ -138,6 +158,8 @@ class MegatronEngine:
         tokens = batch["tokens"].narrow(0, start, length)
         labels = batch["labels"].narrow(0, start, length)
         mask = batch["loss_mask"].narrow(0, start, length)
+        if "valid" in batch:
+            stream.valid = batch["valid"].narrow(0, start, length)
         output = model(tokens, labels, stream)
 
         def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -268,14 +290,23 @@ class MegatronEngine:
 
     def sharded_state(self, *, loading: bool, optimizer: bool = True) -> dict[str, Any]:
         """Model and optimizer as ShardedTensors; the optimizer in megatron's fully reshardable form."""
-        model = model_state(self.models, self.layout)
-        state: dict[str, Any] = {"model": model}
+        state: dict[str, Any] = {"model": model_state(self.models, self.layout)}
         if optimizer:
-            metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-            state["optimizer"] = self.optimizer.sharded_state_dict(
-                copy.copy(model), is_loading=loading, metadata=metadata
-            )
+            state["optimizer"] = self._optimizer_state(self.optimizer, loading=loading)
         return state
+
+    def _optimizer_state(self, optimizer: Any, *, loading: bool, gather_to_one: bool = False) -> Any:
+        """gather_to_one: over gloo to the first data-parallel rank, apart from the groups that training uses."""
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": gather_to_one,
+        }
+        if not self.shards_state:
+            if loading:
+                plain_state.allocate(optimizer)
+            return plain_state.sharded(optimizer, self.models, self.layout)
+        model = model_state(self.models, self.layout)
+        return optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
 
     def save(
         self, folder: Path, state: dict[str, Any], *, seal: Callable[[Checksums], None] | None = None, wait: bool = True
@@ -285,12 +316,38 @@ class MegatronEngine:
         `seal` runs on rank 0 when all ranks have written. wait=False returns once the tensors are copied: ask
         `poll_save` at the borders of later steps. Raises CheckpointError, on every rank, where one could not write.
         """
-        content = self.sharded_state(loading=False)
-        content["state"] = state
+        if self.config.parallel.overlap_param_gather:
+            for model in self.ddp:  # the weights of the last step are gathered when the next one needs them, or now
+                model.start_param_sync(force_sync=True)
+        if self._first_save:
+            # megatron collects garbage in every save: what exists by now is here to stay and need not be looked at
+            gc.collect()
+            gc.freeze()
+            self._first_save = False
         if wait:
-            self.saver.save(content, folder, seal)
+            self.saver.save({**self.sharded_state(loading=False), "state": state}, folder, seal)
         else:
-            self.saver.start(content, folder, seal, live_storages(self.models, self.optimizer))
+            self.saver.start(self._state_of_now(state), folder, seal)
+
+    def _state_of_now(self, state: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        """Copies of everything that the next step will change, and the work of turning them into a checkpoint."""
+        copies = HostCopies()
+        twin = optimizer_twin(self.optimizer, copies) if self.shards_state else None
+        optimizer = self._optimizer_state(self.optimizer, loading=False) if twin is None else None
+        if optimizer is not None and not self.shards_state:
+            for shard in optimizer["tensors"].values():
+                shard.data = copies.copy(shard.data) if is_main_replica(shard.replica_id) else shard.data
+        shards = model_state(self.models, self.layout)
+        held = {name: copies.copy(s.data) for name, s in shards.items() if is_main_replica(s.replica_id)}
+        copies.wait()
+
+        def content() -> dict[str, Any]:
+            of_optimizer = optimizer if twin is None else self._optimizer_state(twin, loading=False, gather_to_one=True)
+            for name, shard in shards.items():
+                shard.data = held.get(name, shard.data)
+            return {"model": shards, "optimizer": of_optimizer, "state": state}
+
+        return content
 
     def poll_save(self, *, wait: bool = False) -> Path | None:
         """The folder of a background save that every rank has finished since the last call. Collective; raises as
@@ -307,10 +364,16 @@ class MegatronEngine:
                     if getattr(tensor, "k3", None) is not None:
                         tensor.copy_(loaded["model"][f"model.{name}"])
             if optimizer:
-                self.optimizer.load_state_dict(loaded["optimizer"])
+                self._restore_optimizer(loaded["optimizer"])
             else:
                 self.optimizer.reload_model_params()
         return loaded["state"]
+
+    def _restore_optimizer(self, state: Any) -> None:
+        if self.shards_state:
+            self.optimizer.load_state_dict(state)
+        else:
+            plain_state.restore(self.optimizer, self.models, state)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every parameter whole on CPU, on every rank (small models: parity tests and checks)."""

@@ -1,8 +1,7 @@
 """Writing a checkpoint, in this thread or behind the training steps.
 
 Both ways do the same: the tensors of this rank are gathered into a plan, written in torch's distributed format and
-hashed, all over a gloo group of their own, so that a save in the background never meets the collectives of a step. The
-steps wait for the copy of the tensors alone.
+hashed, all over a gloo group of their own, so that a save in the background never meets the collectives of a step.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -27,7 +24,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from k3train.errors import CheckpointError
@@ -48,16 +44,17 @@ def checksum(path: Path) -> dict[str, Any]:
         return {"bytes": f.tell(), "sha256": digest.hexdigest()}
 
 
-def live_storages(models: Iterable[nn.Module], optimizer: Any) -> set[int]:
-    """Addresses of the storages that training goes on to change: parameters, buffers and optimizer state."""
-    tensors: list[Any] = [t for m in models for t in [*m.parameters(), *m.buffers()]]
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(one, "optimizer", None)
-        if inner is None:
-            continue
-        tensors += [p for group in inner.param_groups for p in group["params"]]
-        tensors += [value for state in inner.state.values() for value in state.values()]
-    return {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer of files, which names what the system said: torch's zip format hides it behind its own alarm."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
 
 
 class Saver:
@@ -69,7 +66,6 @@ class Saver:
         self._folder: Path | None = None
         self._error: BaseException | None = None
         self._checked = False
-        self.waited = 0.0  # seconds that the caller of the last background save was held up
 
     @property
     def busy(self) -> bool:
@@ -81,20 +77,21 @@ class Saver:
 
         Raises CheckpointError on every rank when any rank failed.
         """
-        self._write(self._prepare(content, None), folder, seal)
+        self._open_group()
+        prepared = _prepare(content, check=not self._checked)
+        self._checked = True
+        self._write(prepared, folder, seal)
 
     def start(
-        self, content: dict[str, Any], folder: Path, seal: Callable[[Checksums], None] | None, live: set[int]
+        self, content: Callable[[], dict[str, Any]], folder: Path, seal: Callable[[Checksums], None] | None
     ) -> None:
-        """Copy what is alive in `content` to CPU memory, and write it in a thread."""
+        """Write in a thread what `content`, called there, gives: nothing that training goes on to change."""
         if self.busy:
             raise CheckpointError(f"{self._folder} is still being written; poll before the next save")
-        begun = time.perf_counter()
-        prepared = self._prepare(content, live)
+        self._open_group()
         self._folder, self._error = folder, None
-        self._thread = threading.Thread(target=self._run, args=(prepared, folder, seal), name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(content, folder, seal), name="checkpoint")
         self._thread.start()
-        self.waited = time.perf_counter() - begun
 
     def poll(self, *, wait: bool) -> Path | None:
         """The folder of the background save once every rank has written it; None while one has not.
@@ -116,20 +113,15 @@ class Saver:
             raise _as_checkpoint_error(self._error, folder) from self._error
         return folder
 
-    def _prepare(self, content: dict[str, Any], live: set[int] | None) -> dict[str, Any]:
-        """Global keys and plain state; with `live`, without a tensor that training will change."""
+    def _open_group(self) -> None:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        sharded, common = save_preprocess(content, validate_access_integrity=not self._checked)
-        self._checked = True
-        if live is not None:
-            _stage(sharded, live)
-        sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=dist.get_rank())
-        return sharded
 
-    def _run(self, prepared: dict[str, Any], folder: Path, seal: Callable[[Checksums], None] | None) -> None:
+    def _run(
+        self, content: Callable[[], dict[str, Any]], folder: Path, seal: Callable[[Checksums], None] | None
+    ) -> None:
         try:
-            self._write(prepared, folder, seal)
+            self._write(_prepare(content(), check=False), folder, seal)
         except BaseException as error:
             self._error = error
 
@@ -140,7 +132,7 @@ class Saver:
             planner = MCoreSavePlanner(
                 dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
             )
-            writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+            writer = _Writer(folder, single_file_per_rank=True, sync_files=False)
             dcp.save(
                 mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner,
                 process_group=self._group,
@@ -172,20 +164,11 @@ class Saver:
             raise _as_checkpoint_error(outcome[0], folder)
 
 
-def _stage(sharded: dict[str, Any], live: set[int]) -> None:
-    copied = False
-    for value in nested_values(sharded):
-        if not isinstance(value, ShardedTensor) or value.data is None or not is_main_replica(value.replica_id):
-            continue
-        data = value.data.detach()
-        if data.device.type != "cpu":
-            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-            value.data = host.copy_(data, non_blocking=True)
-            copied = True
-        elif data.untyped_storage().data_ptr() in live:
-            value.data = data.clone()
-    if copied:
-        torch.cuda.current_stream().synchronize()
+def _prepare(content: dict[str, Any], *, check: bool) -> dict[str, Any]:
+    """Content in megatron's flat form. check: that every shard is written once, which all ranks compare."""
+    sharded, common = save_preprocess(content, validate_access_integrity=check)
+    sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=dist.get_rank())
+    return sharded
 
 
 def _attempt(work: Callable[[], Any]) -> Any:

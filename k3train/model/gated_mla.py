@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from k3train.model.context import ModelContext, PackedStream
+from k3train.model.parameters import split_by_heads
 from k3train.model.recompute import elementwise
 from k3train.parallel import context as context_parallel
 
@@ -25,13 +26,16 @@ class GatedMLA(nn.Module):
         self.heads = mla.heads // ctx.layout.sizes.tensor
         if mla.q_lora_rank is None:
             self.q_proj = backend.column(ctx, width, mla.heads * self.key_dim)
+            split_by_heads(self.q_proj, self.key_dim)
         else:
             self.q_a_proj = backend.replicated(ctx, width, mla.q_lora_rank)
             self.q_a_norm = backend.norm(ctx, mla.q_lora_rank, eps=mla.latent_eps)
             self.q_b_proj = backend.column(ctx, mla.q_lora_rank, mla.heads * self.key_dim)
+            split_by_heads(self.q_b_proj, self.key_dim)
         self.kv_a_proj = backend.replicated(ctx, width, mla.kv_lora_rank + mla.shared_dim)
         self.kv_a_norm = backend.norm(ctx, mla.kv_lora_rank, eps=mla.latent_eps)
         self.kv_b_proj = backend.column(ctx, mla.kv_lora_rank, mla.heads * (mla.nope_dim + mla.v_dim))
+        split_by_heads(self.kv_b_proj, mla.nope_dim, mla.v_dim)
         if mla.output_gate:
             self.g_proj = backend.column(ctx, width, mla.heads * mla.v_dim)
         self.o_proj = backend.row(ctx, mla.heads * mla.v_dim, width)

@@ -13,7 +13,7 @@ from k3kernels.conv import short_convolution
 from k3kernels.kda import kda
 from k3kernels.norm import gated_rms_norm
 from k3train.model.context import ModelContext, PackedStream
-from k3train.model.parameters import ParameterSpec, new_parameter
+from k3train.model.parameters import ParameterSpec, new_parameter, split_by_heads
 from k3train.model.recompute import elementwise
 from k3train.parallel import context as context_parallel
 
@@ -30,6 +30,8 @@ class KDA(nn.Module):
         self.q_proj = backend.column(ctx, width, inner)
         self.k_proj = backend.column(ctx, width, inner)
         self.v_proj = backend.column(ctx, width, inner)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            split_by_heads(projection, conf.head_dim)
         self.f_a_proj = backend.replicated(ctx, width, conf.head_dim)
         self.f_b_proj = backend.column(ctx, conf.head_dim, inner)
         self.b_proj = backend.column(ctx, width, conf.heads)

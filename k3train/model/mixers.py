@@ -17,7 +17,7 @@ from k3kernels.linear_attention import linear_attention
 from k3kernels.norm import gated_rms_norm
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.kda import KDA
-from k3train.model.parameters import ParameterSpec, new_parameter
+from k3train.model.parameters import ParameterSpec, new_parameter, split_by_heads
 
 
 class LadderMixer(nn.Module):
@@ -35,6 +35,8 @@ class LadderMixer(nn.Module):
         self.q_proj = backend.column(ctx, width, inner)
         self.k_proj = backend.column(ctx, width, inner)
         self.v_proj = backend.column(ctx, width, inner)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            split_by_heads(projection, conf.head_dim)
         self.g_proj = backend.column(ctx, width, inner)
         self.o_proj = backend.row(ctx, inner, width)
 

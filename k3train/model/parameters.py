@@ -6,6 +6,7 @@ rank keeps its slice, so every parallel layout starts from the same model.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ INITS = ("normal", "zeros", "ones", "conv", "dt_bias")
 class ParameterSpec:
     """shape: the whole logical tensor. tensor_axis: the axis cut over tensor-parallel ranks, or None (replicated).
 
-    expert: axis 0 counts experts and is cut over expert-parallel ranks. init: one of INITS.
+    expert: axis 0 counts experts and is cut over expert-parallel ranks. init: one of INITS. head_rows: the output rows
+    of one attention head, in consecutive blocks that are matrices of their own (report: Per-Head Muon); () for a
+    matrix that is not split by heads.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +33,13 @@ class ParameterSpec:
     expert: bool = False
     init: str = "normal"
     std: float = 0.02
+    head_rows: tuple[int, ...] = ()
+
+
+def split_by_heads(linear: nn.Module, *rows: int) -> None:
+    """Mark a column-parallel projection's weight as blocks of `rows` output channels a head."""
+    weight = linear.weight
+    weight.k3 = dataclasses.replace(weight.k3, head_rows=rows)  # type: ignore[union-attr, arg-type]
 
 
 def annotate(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:

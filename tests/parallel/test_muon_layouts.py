@@ -1,0 +1,32 @@
+"""Per-head Muon moves the weights alike under every layout: three steps in fp32, Newton-Schulz in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.compare import differences, one_process, train
+
+MUON = {"optim.name": "muon", "optim.muon.ns_dtype": "fp32", "optim.lr": 1e-3}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tensor": 2}),
+    (2, {"expert": 2}),
+    (2, {"data": 2}),
+    (2, {"pipeline": 2}),
+    (2, {"context": 2}),
+    (4, {"tensor": 2, "expert": 2}),
+    (4, {"data": 4}),
+]
+
+
+@pytest.mark.parametrize(("world", "sizes"), LAYOUTS, ids=str)
+def test_the_update_is_that_of_one_process(world: int, sizes: dict[str, Any]) -> None:
+    assert not differences(train(world, sizes, MUON), one_process(MUON))
+
+
+def test_whole_matrix_muon_gathers_what_tensor_ranks_hold() -> None:
+    whole = {**MUON, "optim.muon.per_head": False}
+    reference = one_process(whole)
+    assert not differences(train(2, {"tensor": 2}, whole), reference)
+    assert differences(one_process(MUON), reference), "per-head and whole-matrix updates must differ"

@@ -1,0 +1,109 @@
+"""Per-head Muon: what is orthogonalised, by how much it moves, and that its state survives a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from k3train.config.schema import MuonConfig
+from k3train.model.parameters import ParameterSpec
+from k3train.train.optimizer import PerHeadMuon, blocks, is_muon, orthogonalise, scale_of
+from tests.parallel.tiny import SEED, batches, make_engine
+
+FP32 = MuonConfig(ns_dtype="fp32")
+MUON = {"optim.name": "muon", "optim.muon.ns_dtype": "fp32"}
+
+
+def moved(spec: ParameterSpec, layout: Any, muon: MuonConfig, seed: int = 0) -> torch.Tensor:
+    """-update / lr of one step from zero momentum, without decay."""
+    p = torch.nn.Parameter(torch.zeros(spec.shape))
+    p.k3 = spec  # type: ignore[attr-defined]
+    p.grad = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed))
+    PerHeadMuon([p], lr=1.0, weight_decay=0.0, muon=muon, layout=layout).step()
+    return -p.detach()
+
+
+def test_newton_schulz_brings_singular_values_near_one() -> None:
+    stack = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonalise(stack, FP32))
+    assert values.min() > 0.6 and values.max() < 1.3
+    low = orthogonalise(stack, MuonConfig())
+    assert low.dtype == torch.float32 and torch.linalg.svdvals(low).max() < 1.35
+
+
+def test_the_update_has_the_root_mean_square_asked_for(one_rank: Any) -> None:
+    update = moved(ParameterSpec((32, 96)), one_rank, FP32)
+    # an orthogonal A x B matrix has rms 1/sqrt(max(A, B)); Newton-Schulz leaves singular values within 0.7 to 1.2
+    assert update.square().mean().sqrt() == pytest.approx(0.2, rel=0.25)
+
+
+def test_heads_are_orthogonalised_one_by_one(one_rank: Any) -> None:
+    spec = ParameterSpec((4 * 8, 64), tensor_axis=0, head_rows=(8,))
+    per_head = moved(spec, one_rank, FP32)
+    grad = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
+    for h in range(4):
+        alone = orthogonalise(grad[None, 8 * h : 8 * h + 8], FP32)[0] * 0.2 * 8.0  # sqrt(max(8, 64)) = 8
+        assert torch.allclose(per_head[8 * h : 8 * h + 8], alone, atol=1e-4)
+    whole = moved(spec, one_rank, MuonConfig(ns_dtype="fp32", per_head=False))
+    assert (whole - per_head).norm() > 0.1 * per_head.norm()
+
+
+def test_keys_and_values_of_a_head_are_separate_blocks() -> None:
+    spec = ParameterSpec((2 * (3 + 5), 7), head_rows=(3, 5))
+    update = torch.arange(16 * 7.0).view(16, 7)
+    keys, values = blocks(update, spec, per_head=True)
+    assert keys.shape == (2, 3, 7) and values.shape == (2, 5, 7)
+    assert torch.equal(keys[1], update[8:11]) and torch.equal(values[0], update[3:8])
+
+
+def test_each_expert_is_a_matrix_by_itself(one_rank: Any) -> None:
+    spec = ParameterSpec((3, 16, 24), expert=True)
+    update = moved(spec, one_rank, FP32)
+    grad = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
+    alone = orthogonalise(grad[1:2], FP32)[0] * 0.2 * 24**0.5
+    assert torch.allclose(update[1], alone, atol=1e-4)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [("block", 0.2 * 64**0.5), ("matrix", 0.2 * 128**0.5)])
+def test_the_scale_follows_the_block_or_the_matrix(scale: str, expected: float) -> None:
+    spec = ParameterSpec((128, 64), head_rows=(8,))
+    assert scale_of(torch.zeros(16, 8, 64), spec, scale) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "muon", "expected"),
+    [
+        ("layers.0.attention.q_proj.weight", ParameterSpec((8, 8)), FP32, True),
+        ("layers.1.moe.experts.w1", ParameterSpec((2, 8, 8), expert=True), FP32, True),
+        ("layers.1.moe.router.weight", ParameterSpec((8, 8)), FP32, False),
+        ("layers.1.moe.router.weight", ParameterSpec((8, 8)), MuonConfig(router=True), True),
+        ("embedding.weight", ParameterSpec((8, 8)), FP32, False),
+        ("lm_head.weight", ParameterSpec((8, 8)), FP32, False),
+        ("layers.0.attention.q_conv", ParameterSpec((8, 4), init="conv"), FP32, False),
+        ("layers.0.attention.dt_bias", ParameterSpec((2, 4), init="dt_bias"), FP32, False),
+        ("layers.1.mlp_residual.query", ParameterSpec((8,), init="zeros"), FP32, False),
+    ],
+)
+def test_which_parameters_are_muons(name: str, spec: ParameterSpec, muon: MuonConfig, expected: bool) -> None:
+    assert is_muon(name, spec, muon) is expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_goes_on_bit_for_bit(one_rank: Any, tmp_path: Path, precision: str) -> None:
+    settings = {**MUON, "train.precision": precision}
+
+    def steps(engine: Any, numbers: range) -> list[tuple[float, float]]:
+        micro = engine.micro_batches(engine.config.train.global_batch)
+        results = [engine.step(batches(engine.config, engine.layout, n, SEED), 1e-3, micro) for n in numbers]
+        return [(r.loss, r.grad_norm) for r in results]
+
+    straight = steps(make_engine({}, settings), range(4))
+    first = make_engine({}, settings)
+    before = steps(first, range(2))
+    first.save(tmp_path, {"step": 2})
+    second = make_engine({}, settings)
+    second.load(tmp_path)
+    assert before + steps(second, range(2, 4)) == straight
