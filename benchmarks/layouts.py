@@ -30,8 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"context": 2},
     "DP2": {},
 }
-STEPS, TIMED, WARMUP = 3, 8, 3
-SEQUENCE, GLOBAL = 2048, 16
+STEPS, TIMED, WARMUP = 3, 4, 1
+SEQUENCE, GLOBAL = 2048, 8
 
 
 def make_config(parallel: dict[str, Any], hidden: int) -> Any:
