@@ -23,7 +23,7 @@ kda_naive = partial(kda, backend="naive")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check(inputs: dict[str, Tensor], tol: float = 3e-5, **options: object) -> None:
+def check(inputs: dict[str, Tensor], tol: float = 1e-4, **options: object) -> None:
     cu = options.get("cu_seqlens")
     expected, names = outputs_and_gradients(kda_naive, inputs, torch.float64, **options)
     on_device = {name: x.to(DEVICE, torch.float32) for name, x in inputs.items()}
@@ -142,14 +142,19 @@ def test_strided_inputs() -> None:
     assert torch.equal(state, expected[1])
 
 
-def test_later_tokens_do_not_reach_earlier_outputs() -> None:
+@pytest.mark.parametrize(
+    ("border", "tol"), [(64, 0.0), (32, 0.0), (40, 1e-5)], ids=["chunk border", "half border", "inside a half"]
+)
+def test_later_tokens_do_not_reach_earlier_outputs(border: int, tol: float) -> None:
+    """Bit for bit up to the 32-token half in which the change lies.  Inside that half the products are anchored in its
+    middle, so that later gates move earlier outputs by rounding, and by nothing else."""
     inputs = {name: x.float().to(DEVICE) for name, x in kda_inputs(T=70, H=1).items()}
     o, _ = kda_triton(**inputs, bound=-5.0)
     for name in ("q", "k", "v", "z", "beta"):
         changed = {**inputs, name: inputs[name].clone()}
-        changed[name][:, 40:] *= -3.0
+        changed[name][:, border:] *= -3.0
         other, _ = kda_triton(**changed, bound=-5.0)
-        assert torch.equal(o[:, :40], other[:, :40]), name
+        assert (o[:, :border] - other[:, :border]).norm() <= tol * o[:, :border].norm(), name
 
 
 def test_repeated_runs_give_the_same_bits() -> None:
@@ -168,7 +173,7 @@ def test_gradient_of_the_final_state_alone() -> None:
     _, state = kda_naive(**reference, output_final_state=True)
     expected = torch.autograd.grad(state.square().sum(), list(reference.values()), allow_unused=True)
     pairs = [(name, a.cpu(), e) for name, a, e in zip(inputs, gradients, expected) if e is not None]
-    assert_close([a for _, a, _ in pairs], [e for _, _, e in pairs], [n for n, _, _ in pairs], 3e-5)
+    assert_close([a for _, a, _ in pairs], [e for _, _, e in pairs], [n for n, _, _ in pairs], 1e-4)
     assert not gradients[0].any()  # q does not reach the state
 
 

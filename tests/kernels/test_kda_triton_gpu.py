@@ -1,0 +1,190 @@
+"""KDA kernels on the device: every configuration that the launcher can choose, races, graphs, large offsets, long streams."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.helpers import assert_close, kda_inputs, outputs_and_gradients
+from tests.kernels.test_kda_golden import ARGUMENTS, CASES, GOLDEN
+
+pytest.importorskip("triton")
+from k3kernels.kda import kda
+from k3kernels.kda.triton import plan
+from k3kernels.kda.triton.api import kda_triton
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+naive = partial(kda, backend="naive")
+BOUNDS = [0, 0, 1, 66, 66, 130, 300]
+KINDS = {
+    "random": (1.0, 0.0, 0.0),
+    "saturated gates": (1.0, 6.0, 0.0),
+    "open gates": (1.0, -6.0, 0.0),
+    "repeated keys, beta near 1": (1.0, -7.0, 1.0),
+    "gates of any size": (10.0, 0.0, 0.0),
+}
+
+
+def make(kind: str, T: int, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, **shape: int) -> dict[str, Tensor]:
+    x = kda_inputs(T=T, K=K, V=V, **shape)
+    slope, shift, repeat = KINDS[kind]
+    x["z"] = x["z"] * slope + shift
+    if repeat:
+        x["k"] = x["k"][:, :1] + 0.3 * x["k"]
+        x["beta"] = 0.3 * x["beta"] + 4
+    tokens = ("q", "k", "v", "z", "beta")
+    return {name: t.to("cuda", dtype if name in tokens else torch.float32) for name, t in x.items()}
+
+
+def check(x: dict[str, Tensor], tol: float = 1e-2, loose: float = 3e-2, **options: object) -> None:
+    """loose: for dA_log, one sum with cancellation over all tokens and channels of a head, of which there are two here."""
+    expected, names = outputs_and_gradients(naive, x, torch.float64, **options)
+    actual, _ = outputs_and_gradients(kda_triton, x, None, **options)
+    exact = [n != "dA_log" for n in names]
+    for keep, limit in ((True, tol), (False, loose)):
+        chosen = [i for i, e in enumerate(exact) if e is keep]
+        assert_close([actual[i] for i in chosen], [expected[i] for i in chosen], [names[i] for i in chosen], limit)
+
+
+@pytest.fixture(params=[64, 128], ids=["64 value columns a program", "128 value columns a program"])
+def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(plan, "split_values", lambda *_: request.param == 64)
+    return request.param
+
+
+@pytest.fixture
+def no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_device", lambda _: (False, 132))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bound", [-5.0, -5.9, None], ids=["bound -5", "bound -5.9", "softplus"])
+def test_explicit_layouts(columns: int, bound: float | None, kind: str) -> None:
+    check(make(kind, 200), bound=bound)
+
+
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
+def test_explicit_layouts_on_packed_documents(columns: int, bound: float | None) -> None:
+    x = make("random", 300, documents=len(BOUNDS) - 1)
+    check(x, bound=bound, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 65, 1000])
+def test_explicit_layouts_at_length(T: int) -> None:
+    check(make("random", T, B=2, H=1, HV=2), tol=1.5e-2, loose=6e-2, bound=-5.0)
+
+
+@pytest.mark.parametrize("bound", [-5.0, -5.9, None], ids=["bound -5", "bound -5.9", "softplus"])
+def test_plain_kernels_at_the_same_size(no_hopper: None, bound: float | None) -> None:
+    check(make("random", 200), bound=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("V", [16, 64, 256])
+def test_plain_kernels(K: int, V: int, dtype: torch.dtype) -> None:
+    tol, loose = (1e-2, 3e-2) if dtype == torch.bfloat16 else (5e-5, 2e-4)
+    check(make("random", 130, dtype, K, V), tol, loose, bound=-5.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_case(name: str) -> None:
+    from safetensors.torch import load_file
+
+    case = CASES[name]
+    prefix = name + "."
+    stored = {k[len(prefix) :]: t for k, t in load_file(GOLDEN / "modules.safetensors").items() if k.startswith(prefix)}
+    x = {ours: stored[theirs].float() for ours, theirs in ARGUMENTS.items()}
+    x |= {n: x[n].unsqueeze(0) for n in ("q", "k", "v", "z", "beta")}
+    x["dt_bias"] = x["dt_bias"].view(case["H"], case["K"])
+    if case["has_h0"]:
+        x["initial_state"] = stored["h0"].float()
+    leaves = {n: t.cuda().requires_grad_() for n, t in x.items()}
+    o, state = kda_triton(**leaves, bound=case["lower_bound"], cu_seqlens=stored["cu_seqlens"].cuda(), output_final_state=True)
+    loss = (stored["w_o"].cuda().float() * o[0]).sum() + (stored["w_hT"].cuda().float() * state).sum()
+    gradients = [g.cpu() for g in torch.autograd.grad(loss, list(leaves.values()))]
+    theirs = {**ARGUMENTS, "initial_state": "h0"}
+    expected = [stored[f"grad_{theirs[n]}"].view(leaves[n].shape) for n in leaves]
+    assert_close([o[0].cpu(), state.cpu(), *gradients], [stored["o"], stored["hT"], *expected],
+                 ["o", "final_state", *leaves], 2e-4)  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
+def test_fifty_runs_give_the_same_bits(columns: int, bound: float | None) -> None:
+    x = make("random", 2050)
+    first, names = outputs_and_gradients(kda_triton, x, None, bound=bound)
+    for _ in range(50):
+        again, _ = outputs_and_gradients(kda_triton, x, None, bound=bound)
+        for name, a, b in zip(names, first, again):
+            assert torch.equal(a, b), name
+
+
+def test_strided_inputs_are_read_in_place() -> None:
+    x = make("random", 200)
+    packed = torch.cat([x[n] for n in ("q", "k", "v", "z")], dim=-1)
+    views = dict(zip(("q", "k", "v", "z"), packed.split(128, dim=-1)))
+    o, state = kda_triton(**x, output_final_state=True)
+    other, other_state = kda_triton(**{**x, **views}, output_final_state=True)
+    assert torch.equal(o, other)
+    assert torch.equal(state, other_state)
+
+
+def test_graph_replay_with_other_documents() -> None:
+    x = {n: t.requires_grad_() for n, t in make("random", 300, documents=len(BOUNDS) - 1).items()}
+    cu = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
+
+    def step() -> list[Tensor]:
+        o, state = kda_triton(**x, cu_seqlens=cu, output_final_state=True)
+        return [o, state, *torch.autograd.grad(o.float().sum() + state.sum(), list(x.values()))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for bounds in (BOUNDS, [0, 7, 100, 100, 164, 299, 300]):
+        cu.copy_(torch.tensor(bounds, dtype=torch.int32))
+        graph.replay()
+        for got, expected in zip(captured, step()):
+            assert torch.equal(got, expected)
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """The last document of a stream whose tensors exceed 2^31 elements, against the same document alone."""
+    T, H, tail = 180_000, 96, 130
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = {n: torch.randn(1, T, H, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for n in ("q", "k", "v", "z")}
+    x["beta"] = torch.randn(1, T, H, device="cuda", dtype=torch.bfloat16, generator=generator)
+    shared = {"A_log": torch.zeros(H, device="cuda"), "dt_bias": torch.zeros(H, 128, device="cuda")}
+    assert x["q"].numel() > 2**31
+
+    def run(x: dict[str, Tensor], cu: list[int]) -> list[Tensor]:
+        leaves = {n: t.requires_grad_() for n, t in x.items()}
+        o, _ = kda_triton(**leaves, **shared, cu_seqlens=torch.tensor(cu, dtype=torch.int32, device="cuda"))
+        return [o[:, -tail:], *(g[:, -tail:] for g in torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o)))]
+
+    alone = run({n: t[:, -tail:].detach().clone() for n, t in x.items()}, [0, tail])
+    whole = run(x, [0, T - tail, T])
+    for a, b in zip(alone, whole):
+        assert torch.equal(a, b)
+
+
+def test_a_million_tokens_do_not_drift() -> None:
+    """Weak decay over 2^20 tokens in segments: the state stays at bf16 noise of the fp64 recurrence's."""
+    segment, worst = 2**16, 0.0
+    state = reference = None
+    for i in range(16):
+        x = make("open gates", segment, H=1)
+        x = {n: t.roll(i * 1001, 1) if t.dim() > 2 and n != "initial_state" else t for n, t in x.items()}
+        x["z"] = x["z"] - 1
+        del x["initial_state"]
+        with torch.no_grad():
+            _, state = kda_triton(**x, initial_state=state, output_final_state=True)
+            exact = {n: t.double() for n, t in x.items()}
+            _, reference = kda(**exact, initial_state=reference, output_final_state=True, backend="torch")
+        worst = max(worst, ((state - reference).norm() / reference.norm()).item())
+    assert worst < 1e-2, worst
