@@ -76,8 +76,12 @@ def quantise(weight: Tensor, *, scales: ScaleRule = "even", name: str = "weight"
         packed, scale = _quantise_rows(rows, scales)
     else:
         raise WeightsError(f"backend={backend!r} is unknown; choose auto, torch or triton")
-    _refuse_invalid(rows, scale, shape, name)
-    _warn_unusual(scale, name)
+    # One pass over the scales and one wait for the device, unless something is wrong.
+    low, high = torch.stack(torch.aminmax(scale)).tolist() if scale.numel() else SAFE_SCALE_BYTES
+    if high == INVALID_SCALE:
+        _refuse_invalid(rows, scale, shape, name)
+    if low < SAFE_SCALE_BYTES[0] or high > SAFE_SCALE_BYTES[1]:
+        _warn_unusual(scale, name)
     return Packed(packed.view(*shape[:-1], shape[-1] // 2), scale.view(*shape[:-1], shape[-1] // GROUP))
 
 
