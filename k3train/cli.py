@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     code = launch.report(words[0] if words else PROGRAM, lambda: dispatch(words))
     sys.stdout.flush()
+    if signals.listening():
+        signals.ignore()
     raise SystemExit(launch.leave_code(code))
 
 

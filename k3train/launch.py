@@ -421,6 +421,10 @@ def main(words: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
+    from k3train import signals
+
+    if signals.listening():
+        signals.ignore()
     sys.stdout.flush()
     sys.stderr.flush()
     if code:

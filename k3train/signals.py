@@ -30,6 +30,18 @@ def _note(number: int, _frame: FrameType | None) -> None:
     _received.append(number)
 
 
+def listening() -> bool:
+    """Whether `listen` was called in this process."""
+    return signal.getsignal(signal.SIGUSR1) is _note
+
+
+def ignore() -> None:
+    """Ignore them from now on: the work is done, and Python restores the deadly defaults while it shuts down."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def asked() -> str | None:
     """The name of the first signal that asked this process to stop ("SIGUSR1"), or None."""
     return signal.Signals(_received[0]).name if _received else None

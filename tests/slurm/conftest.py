@@ -104,10 +104,18 @@ class MiniSlurm:
     def state(self, number: str) -> str:
         return self.job(number).get("JobState", "GONE")
 
-    def ends(self, number: str, seconds: float = 240) -> str:
-        busy = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED")
-        self.wait(lambda: self.state(number) not in busy, seconds, f"job {number} to end")
-        return self.state(number)
+    def ends(self, number: str, seconds: float = 400) -> str:
+        """The final state: one that holds, since a job on its way to a requeue passes through others."""
+        busy = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "STOPPED")
+        final: list[str] = []
+
+        def settled() -> bool:
+            now = self.state(number)
+            final[:] = [*final, now] if now not in busy and (not final or final[-1] == now) else []
+            return len(final) > 15
+
+        self.wait(settled, seconds, f"job {number} to end")
+        return final[-1]
 
 
 class Desk:

@@ -31,9 +31,9 @@ def test_a_job_runs_on_two_nodes(desk: Desk) -> None:
 )
 def test_a_stopped_job_is_requeued_and_goes_on_at_the_next_step(desk: Desk, stop: list[str]) -> None:
     job = desk.submit(do=LONG)
-    desk.slurm.wait(lambda: len(desk.steps()) > 5, 120, "the first steps")
+    desk.slurm.wait(lambda: len(desk.steps()) > 5, 300, "the first steps")
     desk.slurm.out(*stop, job)
-    desk.slurm.wait(lambda: desk.slurm.job(job).get("Restarts") == "1", 120, "the requeue")
+    desk.slurm.wait(lambda: desk.slurm.job(job).get("Restarts") == "1", 300, "the requeue")
     assert desk.slurm.ends(job, 240) == "COMPLETED", desk.log()
     assert desk.steps() == list(range(1, 61))
     assert len(list((desk.folder / "runs/k3_tiny/logs").glob("slurm-*.out"))) == 1
@@ -48,16 +48,16 @@ def test_a_job_at_its_time_limit_saves_and_is_requeued(desk: Desk) -> None:
 
 def test_a_signal_during_start_up_is_not_lost(desk: Desk) -> None:
     job = desk.submit(do="run:40:0.5")
-    desk.slurm.wait(lambda: desk.slurm.state(job) == "RUNNING", 60, "the job to run")
+    desk.slurm.wait(lambda: (desk.folder / "runs/k3_tiny/logs").is_dir() and "start 0" in desk.log(), 60, "the job")
     desk.slurm.out("scancel", "-b", "-s", "USR1", job)
-    desk.slurm.wait(lambda: desk.slurm.job(job).get("Restarts") == "1", 120, "the requeue")
+    desk.slurm.wait(lambda: desk.slurm.job(job).get("Restarts") == "1", 300, "the requeue")
     assert desk.slurm.ends(job) == "COMPLETED", desk.log()
     assert desk.steps() == list(range(1, 41))
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(desk: Desk) -> None:
     job = desk.submit(do=LONG)
-    desk.slurm.wait(lambda: len(desk.steps()) > 3, 120, "the first steps")
+    desk.slurm.wait(lambda: len(desk.steps()) > 3, 300, "the first steps")
     desk.slurm.out("scancel", job)
     assert desk.slurm.ends(job, 120) == "CANCELLED"
     assert desk.slurm.job(job)["Restarts"] == "0"
@@ -81,7 +81,7 @@ def test_a_mistake_is_not_retried(desk: Desk) -> None:
 def test_a_chain_goes_on_without_requeue_and_cancels_what_is_left(desk: Desk) -> None:
     last = desk.submit("cluster.requeue=false", "cluster.chain=3", do=LONG)
     first, second = str(int(last) - 2), str(int(last) - 1)
-    desk.slurm.wait(lambda: len(desk.steps()) > 3, 120, "the first steps")
+    desk.slurm.wait(lambda: len(desk.steps()) > 3, 300, "the first steps")
     desk.slurm.out("scancel", "-s", "USR1", first)
     assert desk.slurm.ends(first, 120) == "FAILED"  # code 75: the next of the chain goes on
     assert desk.slurm.ends(second, 240) == "COMPLETED", desk.log()
