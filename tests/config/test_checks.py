@@ -151,3 +151,17 @@ def test_every_ranged_key_exists() -> None:
 
 def test_micro_batches_of_a_step() -> None:
     assert checks.micro_batches(checked(["train.micro_batch=2", "train.global_batch=16", "parallel.data=2"])) == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim=muon", "parallel.data=2", "parallel.overlap_param_gather=true"], "overlap_param_gather=false"),
+        (["model.mixer=linear", "parallel.context=2"], "type parallel.context=1"),
+        (["model.balancing=aux_loss", "parallel.tensor=2"], "model.balancing=quantile"),
+    ],
+    ids=["Muon has no parameter gather to overlap", "context parallelism is KDA's", "an auxiliary loss of shared tokens"],
+)
+def test_combinations_that_are_not_built_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        compose(overrides)
