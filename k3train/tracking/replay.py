@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from k3train.errors import DataError
+from k3train.errors import DataError, EnvironmentError_
 from k3train.tracking.jsonl import iter_jsonl
 from k3train.tracking.wandb import WandbSettings, new_run_id, resolve_mode, settle_run_id
 
@@ -57,9 +57,10 @@ def replay(
         progress: called with each step that was read.
 
     Raises:
-        DataError: there is no metrics file.
+        DataError: there is no metrics file, or W&B is disabled.
+        EnvironmentError_: W&B would not open the run online.
     """
-    from k3train.tracking.wandb_worker import Mirror
+    from k3train.tracking.wandb_worker import Mirror, Refused
 
     folder = Path(run_dir)
     source = folder / "metrics.jsonl"
@@ -76,7 +77,10 @@ def replay(
         "run_dir": str(home.resolve()), "run_name": folder.resolve().name + (" (replay)" if fresh else ""),
         "run_id": run_id, "config": load_config(folder), "parent": os.getpid(), **asdict(settings), "mode": mode,
     }  # fmt: skip
-    mirror = Mirror(json.loads(json.dumps(hello, default=str)))
+    try:
+        mirror = Mirror(json.loads(json.dumps(hello, default=str)))
+    except Refused as error:
+        raise EnvironmentError_(f"W&B refused the run ({error}); check the key, or use --mode offline") from error
     for record in iter_jsonl(source):
         step = record.pop("step")
         time = record.pop("time", None)

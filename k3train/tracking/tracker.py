@@ -77,6 +77,8 @@ class Tracker:
         account = self.mirror.close()
         if account.get("problem"):
             log.warning("W&B: %s", account["problem"])
+        if account.get("error"):
+            log.warning("W&B: %s", account["error"])
         if account.get("dropped"):
             log.warning("W&B: %d records were dropped; `k3train track replay` can send them", account["dropped"])
         return account

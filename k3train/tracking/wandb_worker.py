@@ -6,7 +6,6 @@ scheduler sends to every process of a job, because the trainer ends it by closin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -14,9 +13,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from k3train.tracking.jsonl import _revive
 
@@ -42,6 +41,10 @@ def read_commands(fd: int, parent: int) -> Iterator[dict[str, Any]]:
             yield command
 
 
+class Refused(Exception):
+    """W&B would not open an online run."""
+
+
 class Mirror:
     """Applies commands to one wandb run; steps never decrease, also across restarts."""
 
@@ -55,7 +58,7 @@ class Mirror:
         self.logged = self.skipped = 0
         self.current: int | None = None
         self.stamp: float | None = None
-        self.error = ""
+        self.error = str(hello.get("refused", ""))
         self.status_time = 0.0
         before = json.loads(self.status_path.read_text()) if self.status_path.exists() else {}
         same_run = before.get("run_id") == hello["run_id"]
@@ -76,23 +79,17 @@ class Mirror:
             init_timeout=hello["init_timeout_s"], x_stats_pid=int(hello["parent"]),
             x_disable_stats=not Path("/dev/nvidiactl").exists(),
         )  # fmt: skip
-        attempts = ["online"] * (hello["mode"] == "online") + ["offline"] * 3
-        for number, mode in enumerate(attempts, start=1):
-            try:
-                run = wandb.init(
-                    project=hello["project"], entity=hello["entity"], group=hello["group"], tags=list(hello["tags"]),
-                    name=hello["run_name"], id=hello["run_id"], dir=hello["run_dir"], config=dict(hello["config"]),
-                    mode=mode, resume="allow", settings=settings,  # type: ignore[arg-type]
-                )  # fmt: skip
-                return run, mode
-            except Exception as error:  # a bad key, a dead network, a refused project: the run goes on offline
-                if number == len(attempts):
-                    raise
-                self.error = f"{mode} start refused ({type(error).__name__}: {error}); trying {attempts[number]}"
-                print(self.error, file=sys.stderr, flush=True)
-                with contextlib.suppress(Exception):
-                    wandb.teardown()  # the refused attempt would still hold the run's id
-        raise AssertionError("unreachable")
+        try:
+            run = wandb.init(
+                project=hello["project"], entity=hello["entity"], group=hello["group"], tags=list(hello["tags"]),
+                name=hello["run_name"], id=hello["run_id"], dir=hello["run_dir"], config=dict(hello["config"]),
+                mode=hello["mode"], resume="allow", settings=settings,
+            )  # fmt: skip
+        except Exception as error:  # a bad key, a dead network, a refused project
+            if hello["mode"] != "online":
+                raise
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        return run, hello["mode"]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if step <= self.floor or (self.current is not None and step < self.current):
@@ -171,14 +168,43 @@ class Mirror:
         beside.replace(self.status_path)
 
 
-def main() -> int:
+def read_first(fd: int) -> dict[str, Any] | None:
+    """Read the first line and not a byte more: what follows must still be in the pipe if this process starts anew."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            return None
+        line += byte
+    return json.loads(line)
+
+
+def start_offline(hello: Mapping[str, Any], reason: str) -> NoReturn:
+    """Replace this process by one that runs offline; wandb's half-open online run cannot be undone in the same one."""
+    text = f"online refused ({reason}); the run is kept offline"
+    print(text, file=sys.stderr, flush=True)
+    path = Path(hello["run_dir"]) / "wandb" / "mirror.hello.json"
+    path.write_text(json.dumps({**hello, "mode": "offline", "refused": text}))
+    for name in [name for name in os.environ if name.startswith("WANDB_SERVICE") or name.startswith("_WANDB")]:
+        del os.environ[name]  # the address of the service that serves the refused run
+    os.execv(sys.executable, [sys.executable, "-m", "k3train.tracking.wandb_worker", str(path)])
+
+
+def main(words: Sequence[str] = ()) -> int:
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    commands = read_commands(sys.stdin.fileno(), os.getppid())
-    hello = next(commands, None)
+    if words:
+        hello: dict[str, Any] | None = json.loads(Path(words[0]).read_text())
+        Path(words[0]).unlink()
+    else:
+        hello = read_first(sys.stdin.fileno())
     if hello is None:
         return 0
-    mirror = Mirror(hello)
+    try:
+        mirror = Mirror(hello)
+    except Refused as error:
+        start_offline(hello, str(error))
+    commands = read_commands(sys.stdin.fileno(), os.getppid())
     for command in commands:
         try:
             if command["kind"] == "log":
@@ -193,4 +219,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

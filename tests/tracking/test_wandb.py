@@ -133,19 +133,20 @@ def test_a_dead_network_slows_no_step_and_the_run_is_kept(tmp_path: Path, monkey
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: refused at once or silent
     tracker = Tracker(tmp_path, {}, run_name="r", settings=WandbSettings(init_timeout_s=5.0))
     assert tracker.mirror.mode == "online"
-    slowest = 0.0
+    waits = []
     for step in range(1, 201):
         start = time.perf_counter()
         tracker.log(step, {"train/loss": 1.0 / step})
-        slowest = max(slowest, time.perf_counter() - start)
+        waits.append(time.perf_counter() - start)
         time.sleep(0.005)
-    assert slowest < 0.25
+    assert sorted(waits)[180] < 0.05, "nine steps of ten; a busy machine may stall any process for longer"
     start = time.monotonic()
     account = tracker.close()
-    assert time.monotonic() - start < 65
+    assert time.monotonic() - start < 90
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 200
     steps = [row["_step"] for p in find_offline_runs(tmp_path) for row in read_offline_run(p).history]
     assert steps == list(range(1, 201)), account
+    assert account["mode"] == "offline" and "online refused" in account["error"]
 
 
 def test_a_child_that_dies_is_reported_and_costs_nothing(tmp_path: Path) -> None:
@@ -169,12 +170,12 @@ def test_a_child_that_hangs_fills_the_queue_and_is_ended_at_close(tmp_path: Path
     assert mirror._child is not None
     os.kill(mirror._child.pid, signal.SIGSTOP)
     filler = "x" * 100_000  # the pipe itself holds 64 KiB
-    slowest = 0.0
+    waits = []
     for step in range(50):
         start = time.perf_counter()
         mirror.log(step, {"text": filler})
-        slowest = max(slowest, time.perf_counter() - start)
-    assert slowest < 0.25 and mirror.dropped >= 30
+        waits.append(time.perf_counter() - start)
+    assert sorted(waits)[45] < 0.05 and mirror.dropped >= 30
     account = mirror.close()
     assert "did not finish in time" in account["problem"]
 
