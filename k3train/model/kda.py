@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from k3kernels.conv import short_convolution
+from k3kernels.conv import short_convolution_qkv
 from k3kernels.kda import kda
 from k3kernels.norm import gated_rms_norm
 from k3train.model.context import ModelContext, PackedStream
@@ -71,9 +71,10 @@ class KDA(nn.Module):
         if self.ctx.layout.sizes.context > 1:
             out = context_parallel.kda_attention(self, q, k, v, z, beta, stream)
         else:
-            conv = [short_convolution(t[None], w, cu_seqlens=stream.cu_seqlens)[0]
-                    for t, w in ((q, self.q_conv), (k, self.k_conv), (v, self.v_conv))]  # fmt: skip
-            out, state = self.recurrence(*conv, z, beta, cu_seqlens=stream.cu_seqlens)
+            cu = stream.cu_seqlens
+            weights = (self.q_conv, self.k_conv, self.v_conv)
+            q, k, v, _ = short_convolution_qkv(q[None], k[None], v[None], *weights, cu_seqlens=cu)
+            out, state = self.recurrence(q, k, v, z, beta, cu_seqlens=cu)
             if state is not None:
                 self.ctx.record(f"kda_state.{self.layer}", state)
         if self.ctx.probe is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from k3kernels.conv import short_convolution
+from k3kernels.conv import short_convolution_qkv
 from k3kernels.delta_rule import delta_rule
 from k3kernels.gated_delta import gated_delta
 from k3kernels.linear_attention import linear_attention
@@ -57,13 +57,10 @@ class LadderMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         entered = self.ctx.layout.enter_tensor_parallel(x)
-        projections = ((self.q_proj, self.q_conv), (self.k_proj, self.k_conv), (self.v_proj, self.v_conv))
-        q, k, v = (
-            short_convolution(proj(entered)[None], conv, cu_seqlens=stream.cu_seqlens)[0].view(
-                1, -1, self.heads, self.head_dim
-            )
-            for proj, conv in projections
-        )
+        projected = (proj(entered)[None] for proj in (self.q_proj, self.k_proj, self.v_proj))
+        weights = (self.q_conv, self.k_conv, self.v_conv)
+        *convolved, _ = short_convolution_qkv(*projected, *weights, cu_seqlens=stream.cu_seqlens)
+        q, k, v = (t.view(1, -1, self.heads, self.head_dim) for t in convolved)
         out = self.mix(q, k, v, entered, stream)
         gate = self.g_proj(entered).view(-1, self.heads, self.head_dim)
         out = gated_rms_norm(out, gate, self.o_norm, eps=self.ctx.model.norm_eps)
