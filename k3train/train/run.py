@@ -208,7 +208,8 @@ class _Run:
         from k3train.train.callbacks import reporting
 
         sample = None
-        if self.config.train.sample_tokens > 0 and self.config.engine.name == "megatron":
+        wanted = self.config.train.sample_tokens > 0 and self.config.engine.name == "megatron"
+        if wanted and trainer.finished:  # a run that was asked to stop has no time to write
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(data.tokenizer))
@@ -216,20 +217,26 @@ class _Run:
             sample = prompt + tokenizer.decode(self._sample(engine, tokenizer.encode(prompt).ids))
         if not self.is_main:
             return
-        if sample is not None:
-            (self.folder / "sample.txt").write_text(sample + "\n")
-        drawn = reporting.draw(self.folder, data.unigram_loss)
+        drawn: list[Path] = []
+        try:
+            if sample is not None:
+                (self.folder / "sample.txt").write_text(sample + "\n")
+            drawn = reporting.draw(self.folder, data.unigram_loss)
+        except OSError as error:  # the checkpoint is there: a full disk spoils the pictures alone
+            print(f"plots and sample could not be written to {self.folder}: {error.strerror or error}", flush=True)
         self.progress = None
         rows = reporting.closing_rows(trainer, tokens_per_second if trainer.state.step else 0.0, data.unigram_loss)
         rows.append(("time, from the start of the command", f"{time.time() - _process_start():.0f} s"))
         account = trainer.shared.get("wandb", {})
-        rows.append(("run folder", f"{self.folder} (metrics.jsonl, {', '.join(p.name for p in drawn)}, sample.txt)"))
+        written = ["metrics.jsonl", *[p.name for p in drawn], *(["sample.txt"] if sample is not None else [])]
+        rows.append(("run folder", f"{self.folder} ({', '.join(written)})"))
         rows.append(("checkpoint", str(trainer.shared.get("checkpoint", self.folder / "checkpoints"))))
         rows.append(
             ("W&B", f"{account.get('mode', 'disabled')} run in {account.get('folder') or self.folder / 'wandb'}")
         )
         if not trainer.finished:
-            sentence = f"Stopped ({trainer.stop_reason}) with a checkpoint. The same command goes on: {self._command()}"
+            how = "with a checkpoint" if trainer.state.step else "before the first step"
+            sentence = f"Stopped ({trainer.stop_reason}) {how}. The same command goes on: {self._command()}"
         else:
             sentence = f"Next: k3train generate run.name={self.config.run.name} 'generate.prompt=\"def \"'"
         if sample is not None:

@@ -63,10 +63,10 @@ class Job:
     def output(self) -> str:
         return "\n".join(f"--- rank {i}\n{path.read_text()}" for i, path in enumerate(self.outputs) if path.exists())
 
-    def wait_for(self, what: str, seconds: float = 60.0) -> None:
-        """Until the output of any rank holds `what`."""
+    def wait_for(self, what: str, seconds: float = 60.0, ranks: int = 1) -> None:
+        """Until the output of so many ranks holds `what`."""
         until = time.monotonic() + seconds
-        while what not in self.output():
+        while self.output().count(what) < ranks:
             assert time.monotonic() < until, f"{what!r} was never said:\n{self.output()}"
             assert any(p.exitcode is None for p in self.processes), f"the run ended first:\n{self.output()}"
             time.sleep(0.02)

@@ -20,7 +20,8 @@ class Evaluation(Callback):
         self, every: int, batches: Callable[[], tuple[Iterator[Batch], int]], tokens_per_byte: float,
         unigram_loss: float | None = None,
     ) -> None:  # fmt: skip
-        self.every, self.batches, self.tokens_per_byte, self.unigram_loss = every, batches, tokens_per_byte, unigram_loss
+        self.every, self.batches = every, batches
+        self.tokens_per_byte, self.unigram_loss = tokens_per_byte, unigram_loss
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
         source, micro_batches = self.batches()
@@ -37,5 +38,5 @@ class Evaluation(Callback):
             metrics |= self.measure(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        if "validation" not in trainer.shared:  # a finished run started again: say where it stands
+        if trainer.finished and "validation" not in trainer.shared:  # a finished run started again: say where it stands
             self.measure(trainer)

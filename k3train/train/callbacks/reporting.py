@@ -42,9 +42,11 @@ def _is_nan(value: Any) -> bool:
 
 
 def draw(run_dir: Path, unigram_loss: float | None) -> list[Path]:
-    """loss.png and, for a model with experts, expert_load.png."""
-    drawn = [plot_loss(run_dir, unigram=unigram_loss)]
+    """loss.png and, for a model with experts, expert_load.png; nothing before the first step."""
     text = (run_dir / "metrics.jsonl").read_text()
+    if '"train/loss"' not in text:
+        return []
+    drawn = [plot_loss(run_dir, unigram=unigram_loss)]
     if '"moe/load"' in text:
         drawn.append(plot_expert_load(run_dir))
     return drawn

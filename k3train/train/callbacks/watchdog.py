@@ -90,4 +90,13 @@ class Watchdog(Callback):
                 self.tracker.event("hang", message, self._step)
         time.sleep(self.grace)  # the ranks that wait for this one fail as soon as it is gone: let them write first
         if self._where == where and not self._closed.is_set():
-            os._exit(launch.leave_code(launch.EXIT_REQUEUE, alone=True))
+            _leave()
+
+
+def _leave() -> None:
+    """End this process. Whichever rank it is, it tells the batch script: rank 0 may be the one that is lost."""
+    note = os.environ.get("K3TRAIN_EXIT_FILE")
+    if note:
+        with contextlib.suppress(OSError):
+            Path(note).write_text(f"{launch.EXIT_REQUEUE}\n")
+    os._exit(launch.EXIT_REQUEUE)
