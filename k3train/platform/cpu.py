@@ -360,6 +360,8 @@ NOISE = (
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
     "Could not determine rank from torch.distributed",
+    "torch.distributed is disabled, unavailable or uninitialized",  # reading a checkpoint's small state, rank by rank
+    "The argument order of load has been changed",
 )
 
 
@@ -367,6 +369,8 @@ def quieten() -> None:
     """Silence what megatron says about a machine that is as it should be. `install` calls it on a CPU."""
     # The tracker of GPU random states forks the CPU's generator here, and warns each time that it moved.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # "full_param_layout not provided": megatron lays the buffers out by itself, which is what is wanted
+    logging.getLogger("megatron.core.distributed.distributed_data_parallel").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
