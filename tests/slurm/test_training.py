@@ -12,7 +12,14 @@ from .conftest import Desk
 
 pytestmark = pytest.mark.ops
 
-SMALL = ["experiment=smoke", "tracking=disabled", "train.steps=40", "train.eval_every=40", "train.sample_tokens=0"]
+SMALL = [
+    "experiment=smoke",
+    "tracking=disabled",
+    "train.steps=40",
+    "train.eval_every=40",
+    "train.sample_tokens=0",
+    "train.threads=1",
+]
 
 
 def losses(desk: Desk, run: str) -> dict[int, float]:
