@@ -19,6 +19,7 @@ FAKE = Path(__file__).parents[1] / "cli/fake"
 
 CONF = """
 ClusterName=test
+FirstJobId={job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}
@@ -67,7 +68,15 @@ class MiniSlurm:
             (self.folder / name).mkdir(parents=True)
         user = subprocess.run(["id", "-un"], capture_output=True, text=True).stdout.strip()
         self.conf.write_text(
-            CONF.format(host=host, port=port, first=port + 1, last=port + 2, user=user, folder=self.folder)
+            CONF.format(
+                host=host,
+                port=port,
+                job=1 + os.getpid() % 9000,
+                first=port + 1,
+                last=port + 2,
+                user=user,
+                folder=self.folder,
+            )
         )
         subprocess.run(["slurmctld", "-c", "-f", str(self.conf)], check=True, env=self.environment())
         for node in ("n1", "n2"):
