@@ -7,6 +7,7 @@ megatron-core's all-to-all dispatcher. The weight p_e multiplies the activation 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
@@ -57,30 +58,53 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * moe.routed_scale
         if model.balancing == "aux_loss" and self.training:
-            weights = self.with_auxiliary_loss(weights, scores, selected)
+            weights = self.with_auxiliary_loss(weights, scores, experts, stream)
         if self.ctx.probe is not None:
             self.ctx.record(f"router.{self.layer}.scores", scores)
             self.ctx.record(f"router.{self.layer}.experts", experts.sort(-1).values)
             self.ctx.record(f"router.{self.layer}.weights", weights)
         return weights, selected
 
+    def valid(self, stream: PackedStream) -> torch.Tensor | None:
+        """bool [T_local]: the tokens this router sees that are no padding; None where all are."""
+        valid, layout = stream.valid, self.ctx.layout
+        if valid is None or not layout.sizes.sequence_parallel:
+            return valid
+        return valid.chunk(layout.sizes.tensor)[layout.tp.rank()]
+
+    def tokens_of(self, experts: torch.Tensor) -> torch.Tensor:
+        """Tokens routed to each expert, int64 [E]."""
+        flat = experts.reshape(-1)
+        counts = torch.zeros(self.ctx.model.moe.experts, dtype=torch.int64, device=experts.device)
+        return counts.scatter_add_(0, flat, torch.ones_like(flat))
+
     def count(self, experts: torch.Tensor, r: torch.Tensor, stream: PackedStream) -> None:
-        moe = self.ctx.model.moe
-        valid = stream.valid
-        routed = experts if valid is None else experts[valid]
-        ones = torch.ones_like(routed).reshape(-1)
-        load = torch.zeros(moe.experts, dtype=torch.int64, device=r.device).scatter_add_(0, routed.reshape(-1), ones)
+        valid = self.valid(stream)
+        load = self.tokens_of(experts if valid is None else experts[valid])
         self.load = load if self.load is None else self.load + load
         if self.ctx.model.balancing == "quantile":
-            counts = quantile_balancing.histogram(r, self.bias, moe.balancing.bins, valid)
+            counts = quantile_balancing.histogram(r, self.bias, self.ctx.model.moe.balancing.bins, valid)
             self.counts = counts if self.counts is None else self.counts + counts
 
-    def with_auxiliary_loss(self, weights: torch.Tensor, scores: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Switch-style loss E * sum_e f_e P_e of this rank's tokens, summed over tokens like the main loss is."""
+    def with_auxiliary_loss(
+        self, weights: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, stream: PackedStream
+    ) -> torch.Tensor:
+        """Switch-style loss E * sum_e f_e P_e of a micro-batch, summed over tokens like the main loss is.
+
+        f_e, the routed share of expert e, is the whole micro-batch's, which context and tensor ranks hold together;
+        P_e is linear in the tokens, so each rank adds its own.
+        """
+        moe, layout, valid = self.ctx.model.moe, self.ctx.layout, self.valid(stream)
         share = scores / scores.sum(-1, keepdim=True)
-        fraction = selected.float().mean(0) / self.ctx.model.moe.top_k
-        loss = scores.shape[1] * (fraction * share.mean(0)).sum() * scores.shape[0]
-        return MoEAuxLossAutoScaler.apply(weights, loss * self.ctx.model.moe.balancing.aux_coefficient)
+        if valid is not None:
+            share, experts = share[valid], experts[valid]
+        routed = self.tokens_of(experts)
+        group = layout.groups.tp_cp if layout.sizes.sequence_parallel else layout.cp
+        if group.size() > 1:
+            dist.all_reduce(routed, group=group)
+        fraction = routed / routed.sum().clamp_min(1)
+        loss = moe.experts * (fraction * share.sum(0)).sum()
+        return MoEAuxLossAutoScaler.apply(weights, loss * moe.balancing.aux_coefficient)
 
 
 class Experts(nn.Module):

@@ -132,6 +132,8 @@ class _Send(torch.autograd.Function):
         for i, leaf in enumerate(ctx.leaves):
             if leaf.grad is not None:
                 grads[i] = leaf.grad if grads[i] is None else grads[i] + leaf.grad
+            # the micro-batch is over on this rank; a schedule's closures may hold its graph, and so the leaf, longer
+            leaf.grad, leaf.data = None, leaf.new_empty(0)
         ctx.leaves = None
         return (None, None, None, *grads)
 

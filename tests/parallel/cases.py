@@ -6,6 +6,7 @@ from typing import Any
 
 from k3train.engine import gradients
 from k3train.engine.megatron import MegatronEngine
+from k3train.parallel.transport import StageLink
 from tests.parallel.assemble import GradientPiece, RankSeen
 from tests.parallel.observe import Selections, gradient_pieces
 from tests.parallel.tiny import SEED, batches, make_engine
@@ -40,7 +41,35 @@ def observed_steps(engine: MegatronEngine, steps: range, seed: int) -> list[Rank
 
 
 def train(
-    sizes: dict[str, Any], overrides: dict[str, Any] | None = None, steps: int = 3, seed: int = SEED
-) -> list[RankSeen]:
-    """Build and train."""
-    return observed_steps(make_engine(sizes, overrides, seed), range(steps), seed)
+    sizes: dict[str, Any], overrides: dict[str, Any] | None = None, steps: int = 3, seed: int = SEED,
+    sabotage: str | None = None,
+) -> list[RankSeen]:  # fmt: skip
+    """Build and train. `sabotage` breaks one thing on purpose, to see that a test notices:
+
+    "sum:NAME" leaves out the sum over tensor ranks of parameters whose names end so; "join" drops the gradients of
+    sources that a rank kept for its next pipeline chunk.
+    """
+    engine = make_engine(sizes, overrides, seed)
+    if sabotage == "join":
+        for model in engine.models:
+            if model.link is not None:
+                _forget_leaves(model.link)
+    elif sabotage is not None:
+        ending = sabotage.removeprefix("sum:")
+        params = [p for m in engine.models for n, p in m.named_parameters() if n.endswith(ending)]
+        assert params and all(p.sum_over_tensor for p in params), f"{ending} is not summed in the first place"
+        for p in params:
+            p.sum_over_tensor = False
+    return observed_steps(engine, range(steps), seed)
+
+
+def _forget_leaves(link: StageLink) -> None:
+    real = link.send
+
+    def send(sources: list[Any]) -> Any:
+        packed = real(sources)
+        if link.kept:
+            link.kept[-1] = [t.detach().requires_grad_() for t in link.kept[-1]]
+        return packed
+
+    link.send = send  # type: ignore[method-assign]

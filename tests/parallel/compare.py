@@ -16,11 +16,13 @@ FLOOR = 1e-7  # of the global gradient norm: a gradient that is zero up to round
 
 
 def train(
-    world: int, sizes: dict[str, Any], overrides: dict[str, Any] | None = None, steps: int = 3, seed: int = SEED
-) -> list[Seen]:
+    world: int, sizes: dict[str, Any], overrides: dict[str, Any] | None = None, steps: int = 3, seed: int = SEED,
+    sabotage: str | None = None,
+) -> list[Seen]:  # fmt: skip
     """Train the tiny model under a layout of `world` ranks."""
     case = "tests.parallel.cases:train"
-    return assemble(pool(world).run(case, sizes=sizes, overrides=overrides, steps=steps, seed=seed))
+    ranks = pool(world).run(case, sizes=sizes, overrides=overrides, steps=steps, seed=seed, sabotage=sabotage)
+    return assemble(ranks)
 
 
 @cache

@@ -16,6 +16,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -114,7 +115,7 @@ class Pool:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(theirs, rank, self.world, str(self.folder), self.generation), daemon=True
+                target=serve, args=(theirs, rank, self.world, str(self.folder), self.generation, os.getpid()), daemon=True
             )
             process.start()
             theirs.close()
@@ -131,12 +132,23 @@ class Pool:
         self.processes, self.pipes = [], []
 
 
-def serve(pipe: Connection, rank: int, world: int, folder: str, generation: int) -> None:
+def leave_with(session: int) -> None:
+    """End this rank when the session that started it is gone, however it went."""
+    while True:
+        time.sleep(2.0)
+        try:
+            os.kill(session, 0)
+        except ProcessLookupError:
+            os._exit(1)
+
+
+def serve(pipe: Connection, rank: int, world: int, folder: str, generation: int, session: int) -> None:
     """The life of one rank: a process group of its own for every case."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    threading.Thread(target=leave_with, args=(session,), daemon=True).start()
     stack = (Path(folder) / f"stack-{generation}-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))

@@ -57,6 +57,9 @@ LAYOUTS: list[Case] = [
     (4, {"pipeline": 2, "virtual": 2, "data": 2}, {}),
     (4, {"expert": 2, "data": 4}, {}),
     (4, {"context": 2, "pipeline": 2}, {}),
+    (4, {"tensor": 2, "context": 2}, {"model.balancing": "aux_loss"}),
+    (4, {"pipeline": 2, "virtual": 2, "expert": 2}, {"model.balancing": "aux_loss"}),
+    (4, {"tensor": 2, "data": 2}, {"model.balancing": "sign"}),
     # the same with reductions overlapped, and with the optimizer's state on every rank
     (2, {"data": 2, **OVERLAP}, {}),
     (4, {"tensor": 2, "expert": 4, **OVERLAP}, {}),
