@@ -24,7 +24,7 @@ from k3train.engine import gradients, plain_state
 from k3train.engine.base import Batch, StepResult
 from k3train.engine.gate import UpdateGate
 from k3train.engine.saving import Checksums, Saver
-from k3train.engine.sharded_state import model_state
+from k3train.engine.sharded_state import model_state, sharded_tensor
 from k3train.engine.snapshot import HostCopies, optimizer_twin
 from k3train.model.build import build_chunks, chunks_of_rank, link_stages, make_context, stage_borders
 from k3train.model.context import PackedStream
@@ -32,6 +32,10 @@ from k3train.model.k3 import K3Model
 from k3train.parallel.layout import Layout
 from k3train.parallel.transport import Communicator
 from k3train.train import optimizer as muon_optimizer
+
+UNIT_LR = 1.0
+"""The peak rate that optimizer groups name. Every step sets the real one; in a checkpoint megatron knows a group again
+by this number, which must not change when a run goes on with another optim.lr."""
 
 
 def training_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -102,7 +106,7 @@ class MegatronEngine:
         optim = self.config.optim
         config = OptimizerConfig(
             optimizer=self._register_muon() if optim.name == "muon" else "adam",
-            lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.beta1,
+            lr=UNIT_LR, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.beta1,
             adam_beta2=optim.beta2, adam_eps=optim.eps, clip_grad=optim.clip_grad,
             bf16=self.ctx.dtype == torch.bfloat16, params_dtype=self.ctx.dtype,
             use_distributed_optimizer=self.shards_state,
@@ -115,11 +119,11 @@ class MegatronEngine:
 
             return ParamKey(predicate=ParamPredicate(name=name, fn=wanted))
 
-        # fp32 parameters of a bf16 model get a group of their own (told apart by naming the same peak rate): in a
+        # fp32 parameters of a bf16 model get a group of their own (told apart by naming another peak rate): in a
         # group of both dtypes megatron's distributed optimizer pairs states with the wrong parameters on saving
         overrides: dict[ParamKey, Any] = {
             without_decay("no_decay", False): {"wd_mult": 0.0},
-            without_decay("no_decay_fp32", True): {"wd_mult": 0.0, "max_lr": optim.lr},
+            without_decay("no_decay_fp32", True): {"wd_mult": 0.0, "max_lr": 2 * UNIT_LR},
         }
         optimizer = get_megatron_optimizer(config, self.ddp, config_overrides=overrides)
         if optim.name == "muon":
@@ -233,6 +237,8 @@ class MegatronEngine:
             return self._skipped(result)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            # megatron leaves this product to a scheduler of its own
+            group["weight_decay"] = self.config.optim.weight_decay * group.get("wd_mult", 1.0)
         self.gate.limit = max_grad_norm
         applied, _, _ = self.optimizer.step()
         result.grad_norm = self.gate.norm
@@ -275,6 +281,23 @@ class MegatronEngine:
         if model.dense_layers >= layers:
             return None, None
         return table[model.dense_layers :].cpu(), (-float(span[0]), float(span[1]))
+
+    def remember_weights(self) -> None:
+        """Keep this rank's weights of now, for `weight_change` after the step."""
+        self._remembered = {n: p.detach().clone() for m in self.models for n, p in m.named_parameters()}
+
+    @torch.no_grad()
+    def weight_change(self) -> tuple[float, float]:
+        """L2 norms over the whole model: of what changed since `remember_weights`, and of the weights. Collective."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for model in self.models:
+            for name, p in model.named_parameters():
+                if is_main_replica(sharded_tensor(name, p, p.k3, self.layout).replica_id):  # count every element once
+                    sums[0] += (p - self._remembered[name]).double().square().sum()
+                    sums[1] += p.double().square().sum()
+        self._remembered = {}
+        dist.all_reduce(sums)
+        return math.sqrt(float(sums[0])), math.sqrt(float(sums[1]))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> tuple[float, int]:
@@ -371,7 +394,11 @@ class MegatronEngine:
 
     def _restore_optimizer(self, state: Any) -> None:
         if self.shards_state:
+            # a checkpoint brings state; betas, epsilon and the like are what the configuration says now
+            here = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in self.optimizer.param_groups]
             self.optimizer.load_state_dict(state)
+            for group, settings in zip(self.optimizer.param_groups, here):
+                group.update(settings)
         else:
             plain_state.restore(self.optimizer, self.models, state)
 
@@ -402,7 +429,8 @@ def gather_full(local: dict[str, tuple[torch.Tensor, Any]], layout: Layout) -> d
             axes[name] = axis
             shards.setdefault(name, {})[place] = tensor
     return {
-        n: s[0] if (axis := axes[n]) is None else torch.cat([s[i] for i in sorted(s)], dim=axis) for n, s in shards.items()
+        n: s[0] if (axis := axes[n]) is None else torch.cat([s[i] for i in sorted(s)], dim=axis)
+        for n, s in shards.items()
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +90,13 @@ def prepare_data(config: Config, layout: Layout, device: torch.device, say: Call
 
 
 def _progress(say: Callable[[str], None]) -> Callable[[str, int, int], None]:
+    """Tell every tenth of a stage, once the work has taken long enough to be wondered about."""
     seen: dict[str, int] = {}
+    patience = time.monotonic() + 2.0
 
     def tell(stage: str, done: int, total: int) -> None:
         tenth = 10 * done // max(total, 1)
-        if seen.get(stage, -1) < tenth:
+        if time.monotonic() > patience and seen.get(stage, -1) < tenth:
             seen[stage] = tenth
             if done < total:
                 say(f"data: {stage} {100 * done // max(total, 1)} %")

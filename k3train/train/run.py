@@ -128,7 +128,7 @@ class _Run:
         from k3train.train.callbacks.guard import Guard
         from k3train.train.callbacks.reporting import Reporting
         from k3train.train.callbacks.signals import StopSignals
-        from k3train.train.callbacks.statistics import DepthAndDecay, ExpertLoad, Throughput
+        from k3train.train.callbacks.statistics import DepthAndDecay, ExpertLoad, Throughput, UpdateNorm
         from k3train.train.callbacks.watchdog import Watchdog
         from k3train.train.loop import Trainer
 
@@ -163,7 +163,8 @@ class _Run:
             watchdog,
             StopSignals(),
             ExpertLoad(),
-            DepthAndDecay(config.tracking.decay_every),
+            DepthAndDecay(config.tracking.decay_every, config.model.kda.decay_bound),
+            UpdateNorm(config.tracking.decay_every),
             Throughput(counted, devices, peak),
             Reporting(tracker, self.progress, config.train.log_every),
             checkpointing,
@@ -171,7 +172,7 @@ class _Run:
         ]
         if data.held_out is not None:
             every = config.train.eval_every
-            callbacks.insert(5, Evaluation(every, data.held_out, data.tokens_per_byte, data.unigram_loss))
+            callbacks.insert(6, Evaluation(every, data.held_out, data.tokens_per_byte, data.unigram_loss))
         return Trainer(config, engine, data.train, state, callbacks, is_main=self.is_main, say=self.say)
 
     def _resume(self, engine: Any) -> tuple[Any, bool]:
@@ -239,9 +240,18 @@ class _Run:
             sentence = f"Stopped ({trainer.stop_reason}) {how}. The same command goes on: {self._command()}"
         else:
             sentence = f"Next: k3train generate run.name={self.config.run.name} 'generate.prompt=\"def \"'"
+        if "train/mfu" in trainer.shared.get("rates", {}):
+            self._print_mfu(rows, trainer.shared["rates"])
         if sample is not None:
             print(f"sample: {sample!r}", flush=True)
         final_table(rows, sentence)
+
+    def _print_mfu(self, rows: list[tuple[str, str]], rates: dict[str, float]) -> None:
+        """The share of the chip's peak in the last step, with the formula behind it."""
+        from k3train.planning import flops
+
+        rows.append(("MFU, last step", f"{rates['train/mfu']:.1%} = {rates['train/tflops']:.1f} of {flops.PEAK_TFLOPS}"))
+        print(flops.formula(self.config.model, self.config.train.seq_length), flush=True)
 
     def _sample(self, engine: Any, prompt: list[int]) -> list[int]:
         """Greedy tokens after `prompt`: with a cache where one process holds the model, else through the layout."""

@@ -31,8 +31,8 @@ class DepthAndDecay(Callback):
     are gathered over pipeline ranks by the engine's world.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = max(1, every)
+    def __init__(self, every: int, bound: float | None) -> None:
+        self.every, self.bound = max(1, every), bound
         self.decay: dict[int, list[float]] = {}
         self.depth: dict[tuple[int, int], list[float]] = {}
 
@@ -48,7 +48,8 @@ class DepthAndDecay(Callback):
         kind, _, rest = name.partition(".")
         if kind == "log_decay" and int(rest) not in self.decay:
             g = value.float()
-            near = (g < 0.95 * g.min()).float().mean() if g.numel() else g.new_zeros(())
+            # the share of channels that decay as fast as they may, or without a bound as fast as K3's allows
+            near = (g < 0.95 * (self.bound if self.bound is not None else -5.0)).float().mean()
             sample = g.flatten()[:: max(1, g.numel() // 65536)]
             quantiles = torch.quantile(sample, torch.tensor([0.05, 0.5, 0.95], device=g.device))
             self.decay[int(rest)] = [float(g.mean()), *quantiles.tolist(), float(near), float(g.exp().mean())]
@@ -83,6 +84,22 @@ class DepthAndDecay(Callback):
             metrics["depth/attention"] = [[round(x, 4) for x in depth[place]] for place in sorted(depth)]
 
 
+class UpdateNorm(Callback):
+    """Every `every` steps: the L2 norm of what the step did to the weights, and relative to the weights."""
+
+    def __init__(self, every: int) -> None:
+        self.every = max(1, every)
+
+    def before_step(self, trainer: Trainer) -> None:
+        if (trainer.state.step + 1) % self.every == 0:
+            trainer.engine.remember_weights()
+
+    def on_step(self, trainer: Trainer, result: StepResult, metrics: dict[str, Any]) -> None:
+        if trainer.state.step % self.every == 0:
+            moved, whole = trainer.engine.weight_change()
+            metrics["train/update_norm"], metrics["train/weight_norm"] = moved, whole
+
+
 class Throughput(Callback):
     """TFLOP/s and MFU by the convention of k3train.planning.flops."""
 
@@ -98,5 +115,6 @@ class Throughput(Callback):
         metrics["train/tokens_per_second_per_device"] = rate / self.devices
         if self.peak:
             metrics["train/mfu"] = metrics["train/tflops"] / self.peak
+            trainer.shared["rates"] = {key: metrics[key] for key in ("train/mfu", "train/tflops")}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             metrics["train/memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
