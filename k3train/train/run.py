@@ -250,7 +250,8 @@ class _Run:
         """The share of the chip's peak in the last step, with the formula behind it."""
         from k3train.planning import flops
 
-        rows.append(("MFU, last step", f"{rates['train/mfu']:.1%} = {rates['train/tflops']:.1f} of {flops.PEAK_TFLOPS}"))
+        share, rate = rates["train/mfu"], rates["train/tflops"]
+        rows.append(("MFU, last step", f"{share:.1%} = {rate:.1f} of {flops.PEAK_TFLOPS} TFLOP/s"))
         print(flops.formula(self.config.model, self.config.train.seq_length), flush=True)
 
     def _sample(self, engine: Any, prompt: list[int]) -> list[int]:
