@@ -6,10 +6,14 @@ import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from k3train.config.schema import Config
 from k3train.errors import ConfigError, WeightsError
 from k3train.weights.folder import WriteResult
+
+if TYPE_CHECKING:
+    from k3train.weights.opening import Opened
 
 
 def run_folder(config: Config) -> Path:
@@ -28,6 +32,9 @@ def export(config: Config) -> int:
     opened = open_weights(source, say)
     output = Path(config.export.output) if config.export.output else (opened.run or run_folder(config)) / "hf"
     say(f"export: {opened.origin} -> {output}")
+    left_out = tensors_left_out(opened, config.export.format)
+    if left_out:
+        say(f"  {len(left_out)} tensors of multi-token prediction stay behind: the format has no place for them")
     result = export_folder(
         opened.model, opened.source, output, identity=opened.identity, format=config.export.format,
         tokenizer=opened.tokenizer, tokens=opened.tokens, shard_bytes=config.export.shard_bytes, rank=rank,
@@ -35,6 +42,28 @@ def export(config: Config) -> int:
     )  # fmt: skip
     say(describe(result))
     return 0
+
+
+def tensors_left_out(opened: Opened, format: str) -> list[str]:
+    """Weights of a checkpoint that the format does not hold: those of multi-token prediction, as in the release.
+
+    Raises WeightsError for any other: the checkpoint and its configuration would not belong together.
+    """
+    from k3train.config.hf import format_of
+    from k3train.weights.checkpoint import CheckpointSource
+    from k3train.weights.names import entries
+
+    if not isinstance(opened.source, CheckpointSource):
+        return []
+    known = {entry.ours for entry in entries(opened.model, format_of(opened.model, format))}
+    extra = [name for name in opened.source.names() if name not in known]
+    foreign = [name for name in extra if not name.startswith("mtp")]
+    if foreign:
+        raise WeightsError(
+            f"{opened.origin} holds {foreign[0]} ({len(foreign)} such tensors), which the model of its configuration "
+            "does not have"
+        )
+    return extra
 
 
 def import_(config: Config) -> int:
@@ -98,6 +127,3 @@ def _progress(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
 
 def _silent(text: str) -> None:
     del text
-
-
-__all__ = ["WeightsError", "describe", "export", "import_", "imported_config", "place", "quantize", "run_folder"]

@@ -68,7 +68,9 @@ def run_quantize(config: Config) -> int:
 
 def folders(config: Config) -> tuple[Path, Path]:
     """(source, output) of the configuration."""
-    source = Path(config.quantize.source) if config.quantize.source else run_folder(config) / "hf"
+    source = Path(config.quantize.source) if config.quantize.source else run_folder(config)
+    if not (source / "config.json").is_file():  # a run: its export lies inside
+        source = source / "hf"
     if config.quantize.output:
         return source, Path(config.quantize.output)
     suffix = config.quantize.format if config.quantize.format != "bf16" else "mxfp4-bf16"

@@ -17,10 +17,12 @@ from k3train.weights.load import load_weights
 from k3train.weights.opening import open_weights
 from tests.parallel.tiny import make_engine
 
+EXPORTABLE = {"model.mla.latent_eps": 1e-6}  # the one epsilon that Hugging Face clients know
+
 
 def save_run(sizes: dict[str, Any], run: str) -> None:
     """The tiny model, the same under every layout, as the first checkpoint of a run folder."""
-    engine = make_engine(sizes)
+    engine = make_engine(sizes, EXPORTABLE)
     root = Path(run) / "checkpoints"
     writing, final = disk.writing_folder(root, 1), disk.step_folder(root, 1)
     if dist.get_rank() == 0:
@@ -37,7 +39,7 @@ def save_run(sizes: dict[str, Any], run: str) -> None:
 
 def load_folder(sizes: dict[str, Any], folder: str) -> dict[str, torch.Tensor] | None:
     """Load a folder into another initialisation of the model; rank 0 returns every parameter and buffer whole."""
-    engine = make_engine(sizes, seed=99)
+    engine = make_engine(sizes, EXPORTABLE, seed=99)
     load_weights(engine.models, open_weights(folder).source, engine.layout)
     local = {
         name: (tensor.detach().clone(), tensor.k3)

@@ -85,3 +85,10 @@ def test_the_imported_model_replaces_the_one_of_the_command_line_and_is_checked_
 def test_the_quantised_folder_lies_beside_the_export(format, name):
     source, output = folders(compose(["run.name=r", f"quantize.format={format}"]))
     assert (source, output) == (Path("runs/r/hf"), Path(f"runs/r/{name}"))
+
+
+def test_a_run_or_its_export_can_be_named_as_the_source(tmp_path):
+    golden_folder(tmp_path / "run" / "hf")
+    for named in (tmp_path / "run", tmp_path / "run" / "hf"):
+        source, output = folders(compose([f"quantize.source={named}"]))
+        assert (source, output) == (tmp_path / "run" / "hf", tmp_path / "run" / "hf-mxfp4")

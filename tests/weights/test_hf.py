@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -90,6 +91,34 @@ def test_the_files_beside_the_weights_let_a_client_start_and_stop(golden, tmp_pa
     assert tokenizer("def f(x)")["input_ids"] == trained.encode("def f(x)")
     assert tokenizer.eos_token_id == trained.eod
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_the_exporter_holds_one_tensor_at_a_time(golden, tmp_path):
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    class Watched:
+        def read(self, name, expert=None):
+            nonlocal most
+            tensor = golden.read(name, expert).clone()
+            alive.add(tensor)
+            most = max(most, len(alive))
+            return tensor
+
+    export(Watched(), tmp_path)
+    assert most <= 2, "the one before may still wait for its place to be taken"
+
+
+def test_processes_of_a_launcher_share_the_shards_and_the_last_one_finds_nothing_missing(golden, tmp_path):
+    written = {}
+    for rank in (2, 1, 0):
+        before = set(tmp_path.glob("*.safetensors"))
+        export(golden, tmp_path, rank=rank, world=3)
+        written[rank] = set(tmp_path.glob("*.safetensors")) - before
+    assert all(written.values())
+    export(golden, tmp_path.with_name("alone"))
+    alone = {p.name: p.read_bytes() for p in tmp_path.with_name("alone").glob("*.safetensors")}
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("*.safetensors")} == alone
 
 
 def test_a_model_that_diverged_is_not_exported(golden, tmp_path):

@@ -11,6 +11,7 @@ import torch
 
 from k3train.errors import CheckpointError, WeightsError
 from k3train.weights.checkpoint import CheckpointSource
+from k3train.weights.commands import tensors_left_out
 from k3train.weights.hf import export_folder
 from k3train.weights.opening import open_weights
 from k3train.weights.reader import HFFolder
@@ -73,6 +74,14 @@ def test_a_configuration_of_another_model_is_refused_by_a_tensor(single, tmp_pat
     opened.model.kda.output_gate = "low_rank"
     with pytest.raises(WeightsError, match=r"g_a_proj"):
         export_folder(opened.model, opened.source, tmp_path / "out", identity={})
+
+
+def test_weights_that_the_configuration_does_not_have_are_not_left_behind_silently(single):
+    opened = open_weights(single[0], lambda text: None)
+    assert tensors_left_out(opened, "auto") == []
+    opened.model.mla.output_gate = False
+    with pytest.raises(WeightsError, match=r"layers.3.attention.g_proj.weight \(3 such tensors\)"):
+        tensors_left_out(opened, "auto")
 
 
 def test_a_damaged_checkpoint_is_refused_before_anything_is_written(single, tmp_path):
