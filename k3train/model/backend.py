@@ -117,6 +117,10 @@ class Backend:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask(stream), scale=scale)
         return out.transpose(1, 2).reshape(total, heads, -1)
 
+    def expert_weight(self, ctx: ModelContext, spec: ParameterSpec) -> nn.Module | nn.Parameter:
+        """The stacked experts of this rank, [E_local, out, in], in the form that `grouped_linear` takes."""
+        return new_parameter(spec, ctx.layout, ctx.dtype)
+
     def grouped_linear(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Rows of x [N, in], sorted by expert with counts [E] rows each, times weight [E, out, in] -> [N, out]."""
         if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:

@@ -116,9 +116,9 @@ class Experts(nn.Module):
         moe = ctx.model.moe
         latent = moe.latent or ctx.model.hidden_size
 
-        def stacked(out: int, inputs: int) -> nn.Parameter:
+        def stacked(out: int, inputs: int) -> nn.Module | nn.Parameter:
             spec = ParameterSpec((moe.experts, out, inputs), expert=True, std=ctx.model.init_std)
-            return new_parameter(spec, ctx.layout, ctx.dtype)
+            return ctx.backend.expert_weight(ctx, spec)
 
         self.w1 = stacked(moe.expert_hidden, latent)
         self.w3 = stacked(moe.expert_hidden, latent)
