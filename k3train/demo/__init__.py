@@ -1,0 +1,1 @@
+"""Small demonstrations that need no model: numpy and a picture."""
