@@ -18,6 +18,7 @@ from tests.train import warm
 pytestmark = pytest.mark.ops
 
 TWO = ["parallel.data=2", "train.steps=40", "checkpoint.every=4"]
+LEFT = "removed what an interrupted save left"
 
 
 def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -29,13 +30,13 @@ def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def _trains_past(run: warm.Job, step: int, launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks, once the run has logged a later step."""
+def _in_a_save(run: warm.Job, step: int, launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks, in the middle of a save after this step."""
     until = time.monotonic() + 240
-    while not run.losses() or run.losses()[-1][0] <= step:
+    while not run.losses() or run.losses()[-1][0] <= step or not any((run.run / "checkpoints").glob(".writing-*")):
         assert launcher.poll() is None, launcher.communicate()
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(0.01)
     ranks = [p for p in psutil.Process(launcher.pid).children() if "k3train.launch" in p.cmdline()]
     return sorted(ranks, key=lambda p: int(p.environ()["RANK"]))
 
@@ -44,12 +45,12 @@ def _last(run: warm.Job) -> int:
     return run.losses()[-1][0]
 
 
-def test_whoever_is_killed_the_others_end_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_whoever_is_killed_in_a_save_the_others_end_and_the_run_goes_on(tmp_path: Path) -> None:
     run = warm.Job(tmp_path, "run", [], [])
     straight = warm.start(tmp_path, "straight", *TWO, world=2)
 
     launcher = _start(tmp_path)
-    ranks = _trains_past(run, 5, launcher)
+    ranks = _in_a_save(run, 5, launcher)
     begun = time.monotonic()
     ranks[1].kill()
     _, errors = launcher.communicate(timeout=90)
@@ -58,19 +59,21 @@ def test_whoever_is_killed_the_others_end_and_the_run_goes_on(tmp_path: Path) ->
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
 
     launcher = _start(tmp_path)
-    ranks = _trains_past(run, _last(run) + 4, launcher)
+    ranks = _in_a_save(run, _last(run), launcher)
     for rank in ranks:
         rank.kill()
     said, errors = launcher.communicate(timeout=90)
     assert launcher.returncode == 137 and "was ended by SIGKILL" in errors and "resuming" in said
+    cleared = LEFT in said
 
     launcher = _start(tmp_path)
-    ranks = _trains_past(run, _last(run) + 4, launcher)
+    ranks = _in_a_save(run, _last(run), launcher)
     launcher.kill()
     gone, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive, "ranks outlived their launcher"
     said, _ = launcher.communicate()
     assert "Stopped (SIGTERM) with a checkpoint" in said
+    assert cleared or LEFT in said, "no kill came in the middle of a save"
 
     launcher = _start(tmp_path)
     said, errors = launcher.communicate(timeout=300)
@@ -85,7 +88,7 @@ def test_a_stopped_rank_does_not_hold_the_others_for_ever(tmp_path: Path, monkey
     monkeypatch.setitem(os.environ, "K3TRAIN_STRAGGLE_SECONDS", "3")
     run = warm.Job(tmp_path, "run", [], [])
     launcher = _start(tmp_path, "train.watchdog_seconds=20")
-    ranks = _trains_past(run, 5, launcher)
+    ranks = _in_a_save(run, 5, launcher)
     ranks[0].send_signal(signal.SIGSTOP)
     _, errors = launcher.communicate(timeout=180)
     assert launcher.returncode == 75, errors
