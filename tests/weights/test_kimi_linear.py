@@ -10,6 +10,7 @@ from k3train.model.build import build_chunks, chunks_of_rank, make_context
 from k3train.model.context import PackedStream
 from k3train.weights.hf import export_folder
 from k3train.weights.load import load_weights
+from k3train.weights.quantize import Plan, QuantisedFolder, round_folder
 from k3train.weights.reader import HFFolder
 from k3train.weights.source import MappingSource
 
@@ -66,3 +67,24 @@ def test_transformers_computes_our_logits_from_our_export(one_rank, tmp_path, q_
     load_weights([ours], MappingSource(swapped), one_rank)
     with torch.no_grad():
         assert (ours(tokens.flatten(), None, stream) - want).abs().max() > 1e-2 * want.abs().max()
+
+
+def test_transformers_computes_our_logits_of_the_quantised_model_from_its_dequantised_folder(one_rank, tmp_path):
+    model = compose(SMALL).model
+    ours = build(model, one_rank)
+    away_from_the_start(ours)
+    state = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
+    export_folder(model, MappingSource(state), tmp_path / "hf", identity={})
+    for name, format in (("packed", "mxfp4"), ("plain", "bf16")):
+        folder = QuantisedFolder(HFFolder(tmp_path / "hf"), tmp_path / name, Plan(format=format))
+        round_folder(folder, torch.device("cpu"))
+        folder.finish()
+    load_weights([ours], HFFolder(tmp_path / "packed"), one_rank)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = torch.randint(0, 96, (1, 50), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        want = theirs.eval()(tokens, use_cache=False).logits[0]
+        got = ours(tokens.flatten(), None, PackedStream(torch.tensor([0, 50], dtype=torch.int32), 50, 50))
+    assert (got - want).abs().max() < 2e-5 * want.abs().max()
