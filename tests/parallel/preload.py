@@ -1,4 +1,5 @@
-"""What every rank of the pool has imported before it exists: the fork server loads this once, ranks are forked from it."""
+# ruff: noqa: E402
+"""What a rank of the pool has imported before it exists: the fork server loads this once and forks ranks from it."""
 
 from __future__ import annotations
 
@@ -15,4 +16,7 @@ from k3train.platform import cpu
 
 cpu.install()
 
-import k3train.engine.megatron  # noqa: E402, F401
+import k3train.engine.megatron  # noqa: F401
+from k3train.platform import install_adam
+
+install_adam()
