@@ -3,16 +3,17 @@
     python benchmarks/kda.py                        # ours alone; fla and GDN rows say "not run"
     pip install fla-core==0.6.0 && python benchmarks/kda.py --json kda.json
 
-Providers: `ours` (bound -5), `ours softplus` (unbounded gate), `fla` (chunk_kda with safe_gate and lower_bound -5, its tensor-core
-path), `gdn` (fla's gated delta rule: scalar decay, less work).  Protocol: all providers are warmed up and autotuned, then timed
-in rounds whose order alternates, with CUDA events and a flushed L2 (triton.testing.do_bench); the number is the median of the
-rounds' medians.  `fwd` is the training forward, `f+b` adds the gradient of every input and parameter.  Peak memory is the extra
-memory of one f+b.  GB/s and TFLOP/s count what any implementation must move and multiply (inputs and outputs once: 3590 B; 525
-kFLOP in 64-token chunks, per token and head of 128 channels), beside the ceilings of a copy and a matrix product measured first.
+Providers: `ours` (bound -5), `ours softplus` (unbounded gate), `fla` (chunk_kda with safe_gate and lower_bound -5,
+its tensor-core path), `gdn` (fla's gated delta rule: scalar decay, less work). Protocol: all providers are warmed up
+and autotuned, then timed in rounds whose order alternates, with CUDA events and a flushed L2
+(triton.testing.do_bench); the number is the median of the rounds' medians. `fwd` is the training forward, `f+b` adds
+the gradient of every input and parameter. Peak memory is the extra memory of one f+b. GB/s and TFLOP/s count what any
+implementation must move and multiply (inputs and outputs once: 3590 B; 525 kFLOP in 64-token chunks, per token and
+head of 128 channels), beside the ceilings of a copy and a matrix product measured first.
 
-fla tunes about 230 configurations: they are compiled in parallel and timed in short windows at the first shape, and the best
-ones are reused at the other shapes (fla keys them by the number of heads).  Its GDN backward refuses Hopper with Triton < 3.7.1
-because of a miscompilation; it is timed with that guard lifted, its gradients may be wrong.
+fla tunes about 230 configurations: they are compiled in parallel and timed in short windows at the first shape, and
+the best ones are reused at the other shapes (fla keys them by the number of heads). Its GDN backward refuses Hopper
+with Triton < 3.7.1 because of a miscompilation; it is timed with that guard lifted, its gradients may be wrong.
 """
 
 import argparse
@@ -52,7 +53,9 @@ def tune_in_parallel() -> None:
 
     def short_windows(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.__dict__["do_bench"] = lambda f, quantiles=None, **_: triton.testing.do_bench(f, 4, 16, quantiles=quantiles)
+        self.__dict__["do_bench"] = lambda f, quantiles=None, **_: triton.testing.do_bench(
+            f, 4, 16, quantiles=quantiles
+        )
 
     def tuned_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(self.configs) > 1:
@@ -123,7 +126,11 @@ def make_inputs(B: int, T: int, H: int) -> dict[str, Tensor]:
         return torch.randn(*shape, device="cuda", generator=generator, dtype=torch.float32).to(dtype)
 
     x = {name: normal(B, T, H, 128) for name in ("q", "k", "v", "z")}
-    x |= {"beta": normal(B, T, H), "A_log": normal(H, dtype=torch.float32), "dt_bias": normal(H, 128, dtype=torch.float32)}
+    x |= {
+        "beta": normal(B, T, H),
+        "A_log": normal(H, dtype=torch.float32),
+        "dt_bias": normal(H, 128, dtype=torch.float32),
+    }
     x |= {"g": torch.nn.functional.logsigmoid(normal(B, T, H, dtype=torch.float32)), "b": normal(B, T, H).sigmoid()}
     x = {name: t.requires_grad_() for name, t in x.items()}
     x["do"] = normal(B, T, H, 128)
@@ -196,10 +203,14 @@ def main() -> None:
     if options.providers:
         calls = {name: call for name, call in calls.items() if name in options.providers.split(",")}
     bandwidth, rate = ceilings()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
-          f"copy {bandwidth:.0f} GB/s, matrix product {rate:.0f} TFLOP/s")
-    print(f"{'B, T, H':18} {'provider':14} {'fwd ms':>8} {'bwd ms':>8} {'f+b ms':>8} {'floor':>6} {'peak GiB':>8} "
-          f"{'GB/s':>6} {'TFLOP/s':>7} {'fla/this':>8}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
+        f"copy {bandwidth:.0f} GB/s, matrix product {rate:.0f} TFLOP/s"
+    )
+    print(
+        f"{'B, T, H':18} {'provider':14} {'fwd ms':>8} {'bwd ms':>8} {'f+b ms':>8} {'floor':>6} {'peak GiB':>8} "
+        f"{'GB/s':>6} {'TFLOP/s':>7} {'fla/this':>8}"
+    )
     results = {}
     for index in options.shapes.split(","):
         shape = list(SHAPES)[int(index)]
@@ -212,9 +223,12 @@ def main() -> None:
                 continue
             n, total = B * T * H, row["f+b"]
             ratio = f"{rows['fla']['f+b'] / total:8.2f}" if "fla" in rows else f"{'-':>8}"
-            print(f"{shape:18} {name:14} {row['fwd']:8.3f} {total - row['fwd']:8.3f} {total:8.3f} "
-                  f"{n * BYTES / bandwidth / 1e6:6.2f} {row['peak_gib']:8.2f} {n * BYTES / total / 1e6:6.0f} "
-                  f"{n * FLOP / total / 1e9:7.1f} {ratio}", flush=True)
+            print(
+                f"{shape:18} {name:14} {row['fwd']:8.3f} {total - row['fwd']:8.3f} {total:8.3f} "
+                f"{n * BYTES / bandwidth / 1e6:6.2f} {row['peak_gib']:8.2f} {n * BYTES / total / 1e6:6.0f} "
+                f"{n * FLOP / total / 1e9:7.1f} {ratio}",
+                flush=True,
+            )
         torch.cuda.empty_cache()
     if options.json:
         options.json.write_text(json.dumps({"copy_gbs": bandwidth, "tflops": rate, "rows": results}, indent=1))

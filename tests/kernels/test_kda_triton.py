@@ -1,7 +1,7 @@
 """The Triton KDA kernels against the fp64 recurrence, in fp32.
 
-On a machine without a GPU they run under Triton's interpreter, which shows their logic but not races, layouts or compiler
-faults; with a GPU the same tests run the compiled kernels.  The explicit-layout kernels for Hopper are the business of
+On a machine without a GPU they run under Triton's interpreter, which shows their logic but not races, layouts or
+compiler faults; with a GPU the same tests run the compiled kernels.  The explicit-layout kernels for Hopper are the business of
 test_kda_triton_gpu.py: the interpreter does not know them.
 """
 
@@ -17,6 +17,7 @@ from tests.kernels.test_kda_golden import CASES, GOLDEN
 pytest.importorskip("triton")
 from k3kernels.kda import kda
 from k3kernels.kda.triton.api import kda_triton
+from k3kernels.kda.triton.common import FLOOR2
 from k3kernels.kda.triton.plan import block_size, choose
 
 kda_naive = partial(kda, backend="naive")
@@ -38,9 +39,7 @@ def test_length(T: int) -> None:
     check(kda_inputs(T=T, H=1), bound=-5.0)
 
 
-@pytest.mark.parametrize(
-    ("K", "V"), [(16, 64), (64, 32), (32, 256), (256, 16)], ids=lambda size: f"{size} channels"
-)
+@pytest.mark.parametrize(("K", "V"), [(16, 64), (64, 32), (32, 256), (256, 16)], ids=lambda size: f"{size} channels")
 def test_key_and_value_sizes(K: int, V: int) -> None:
     check(kda_inputs(T=33, H=1, K=K, V=V), bound=-5.0)
 
@@ -196,8 +195,9 @@ def test_golden_case(name: str) -> None:
 
 def test_block_size_keeps_factors_in_the_normal_range() -> None:
     for bound in (-5.9, -5.5, -5.4, -5.0, -1.0):
-        assert block_size(bound) / 2 * -bound * 1.4427 < 126
-    assert block_size(None) / 2 * 31.5 <= 126
+        assert block_size(bound, low=True) / 2 * -bound * 1.4427 < 126
+        assert block_size(bound, low=False) / 2 * -bound * 1.4427 < 126 - 22
+    assert block_size(None, low=False) / 2 * -FLOOR2.value < 126 - 22
 
 
 def test_configuration_depends_on_shapes_alone() -> None:

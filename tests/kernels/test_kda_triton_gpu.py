@@ -1,4 +1,4 @@
-"""KDA kernels on the device: every configuration that the launcher can choose, races, graphs, large offsets, long streams."""
+"""KDA kernels on the device: every configuration the launcher can choose, races, graphs, large offsets, long streams."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +27,9 @@ KINDS = {
 }
 
 
-def make(kind: str, T: int, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, **shape: int) -> dict[str, Tensor]:
+def make(
+    kind: str, T: int, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, **shape: int
+) -> dict[str, Tensor]:
     x = kda_inputs(T=T, K=K, V=V, **shape)
     slope, shift, repeat = KINDS[kind]
     x["z"] = x["z"] * slope + shift
@@ -38,14 +40,18 @@ def make(kind: str, T: int, dtype: torch.dtype = torch.bfloat16, K: int = 128, V
     return {name: t.to("cuda", dtype if name in tokens else torch.float32) for name, t in x.items()}
 
 
-def check(x: dict[str, Tensor], tol: float = 1e-2, loose: float = 3e-2, **options: object) -> None:
-    """loose: for dA_log, one sum with cancellation over all tokens and channels of a head, of which there are two here."""
+def check(x: dict[str, Tensor], tol: float = 1e-2, **options: object) -> None:
+    """Everything at tol; dbeta at twice that; dA_log relative to the root sum square of its terms, since a sum over all
+    tokens and channels of a head may cancel to any size."""
     expected, names = outputs_and_gradients(naive, x, torch.float64, **options)
     actual, _ = outputs_and_gradients(kda_triton, x, None, **options)
-    exact = [n != "dA_log" for n in names]
-    for keep, limit in ((True, tol), (False, loose)):
-        chosen = [i for i, e in enumerate(exact) if e is keep]
-        assert_close([actual[i] for i in chosen], [expected[i] for i in chosen], [names[i] for i in chosen], limit)
+    pairs = {n: (a, e) for n, a, e in zip(names, actual, expected)}
+    a, e = pairs.pop("dA_log")
+    terms = pairs["dz"][1] * (x["z"].double() + x["dt_bias"].double())
+    scale = terms.square().sum((0, 1, 3)).sqrt() + e.abs()
+    assert ((a.double() - e).abs() <= 2 * tol * scale).all(), f"dA_log: {a} against {e}, terms {scale}"
+    for limit, chosen in ((2 * tol, ["dbeta"]), (tol, [n for n in pairs if n != "dbeta"])):
+        assert_close([pairs[n][0] for n in chosen], [pairs[n][1] for n in chosen], chosen, limit)
 
 
 @pytest.fixture(params=[64, 128], ids=["64 value columns a program", "128 value columns a program"])
@@ -73,7 +79,7 @@ def test_explicit_layouts_on_packed_documents(columns: int, bound: float | None)
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 65, 1000])
 def test_explicit_layouts_at_length(T: int) -> None:
-    check(make("random", T, B=2, H=1, HV=2), tol=1.5e-2, loose=6e-2, bound=-5.0)
+    check(make("random", T, B=2, H=1, HV=2), tol=1.5e-2, bound=-5.0)
 
 
 @pytest.mark.parametrize("bound", [-5.0, -5.9, None], ids=["bound -5", "bound -5.9", "softplus"])
@@ -83,10 +89,9 @@ def test_plain_kernels_at_the_same_size(no_hopper: None, bound: float | None) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("V", [16, 64, 256])
+@pytest.mark.parametrize("V", [16, 128, 256])
 def test_plain_kernels(K: int, V: int, dtype: torch.dtype) -> None:
-    tol, loose = (1e-2, 3e-2) if dtype == torch.bfloat16 else (5e-5, 2e-4)
-    check(make("random", 130, dtype, K, V), tol, loose, bound=-5.0)
+    check(make("random", 130, dtype, K, V), 1e-2 if dtype == torch.bfloat16 else 5e-5, bound=-5.0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -102,7 +107,9 @@ def test_golden_case(name: str) -> None:
     if case["has_h0"]:
         x["initial_state"] = stored["h0"].float()
     leaves = {n: t.cuda().requires_grad_() for n, t in x.items()}
-    o, state = kda_triton(**leaves, bound=case["lower_bound"], cu_seqlens=stored["cu_seqlens"].cuda(), output_final_state=True)
+    o, state = kda_triton(
+        **leaves, bound=case["lower_bound"], cu_seqlens=stored["cu_seqlens"].cuda(), output_final_state=True
+    )
     loss = (stored["w_o"].cuda().float() * o[0]).sum() + (stored["w_hT"].cuda().float() * state).sum()
     gradients = [g.cpu() for g in torch.autograd.grad(loss, list(leaves.values()))]
     theirs = {**ARGUMENTS, "initial_state": "h0"}
@@ -157,7 +164,10 @@ def test_more_than_two_to_the_31_elements() -> None:
     """The last document of a stream whose tensors exceed 2^31 elements, against the same document alone."""
     T, H, tail = 180_000, 96, 130
     generator = torch.Generator("cuda").manual_seed(0)
-    x = {n: torch.randn(1, T, H, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for n in ("q", "k", "v", "z")}
+    x = {
+        n: torch.randn(1, T, H, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for n in ("q", "k", "v", "z")
+    }
     x["beta"] = torch.randn(1, T, H, device="cuda", dtype=torch.bfloat16, generator=generator)
     shared = {"A_log": torch.zeros(H, device="cuda"), "dt_bias": torch.zeros(H, 128, device="cuda")}
     assert x["q"].numel() > 2**31
@@ -165,7 +175,10 @@ def test_more_than_two_to_the_31_elements() -> None:
     def run(x: dict[str, Tensor], cu: list[int]) -> list[Tensor]:
         leaves = {n: t.requires_grad_() for n, t in x.items()}
         o, _ = kda_triton(**leaves, **shared, cu_seqlens=torch.tensor(cu, dtype=torch.int32, device="cuda"))
-        return [o[:, -tail:], *(g[:, -tail:] for g in torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o)))]
+        return [
+            o[:, -tail:],
+            *(g[:, -tail:] for g in torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))),
+        ]
 
     alone = run({n: t[:, -tail:].detach().clone() for n, t in x.items()}, [0, tail])
     whole = run(x, [0, T - tail, T])
@@ -177,11 +190,10 @@ def test_a_million_tokens_do_not_drift() -> None:
     """Weak decay over 2^20 tokens in segments: the state stays at bf16 noise of the fp64 recurrence's."""
     segment, worst = 2**16, 0.0
     state = reference = None
+    first = make("open gates", segment, H=1)
+    del first["initial_state"]
     for i in range(16):
-        x = make("open gates", segment, H=1)
-        x = {n: t.roll(i * 1001, 1) if t.dim() > 2 and n != "initial_state" else t for n, t in x.items()}
-        x["z"] = x["z"] - 1
-        del x["initial_state"]
+        x = {n: t.roll(i * 1001, 1) if t.dim() > 2 else t for n, t in first.items()}
         with torch.no_grad():
             _, state = kda_triton(**x, initial_state=state, output_final_state=True)
             exact = {n: t.double() for n, t in x.items()}

@@ -62,23 +62,37 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tenso
     return torch.empty(*shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
-            S0: Tensor | None, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
+def forward(
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    S0: Tensor | None,
+    final: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, Saved]:
     """o, the final state if wanted, and what the backward pass needs (h and V' only with save)."""
     c, n = p.config, p.tiles
     varlen = p.table is not None
     s = Saved(
-        *(_empty(q, n, 64, p.K) for _ in range(3)), _empty(q, n, 64, 64), _empty(q, n, 64, 64),
-        _empty(q, n, p.K, dtype=F32), _empty(q, n, 8, 64, dtype=F32),
-        _empty(q, *((n, p.V, p.K) if save else (0,))), _empty(q, *((n, 64, p.V) if save else (0,))),
+        *(_empty(q, n, 64, p.K) for _ in range(3)),
+        _empty(q, n, 64, 64),
+        _empty(q, n, 64, 64),
+        _empty(q, n, p.K, dtype=F32),
+        _empty(q, n, 8, 64, dtype=F32),
+        _empty(q, *((n, p.V, p.K) if save else (0,))),
+        _empty(q, *((n, 64, p.V) if save else (0,))),
     )
     inputs = (q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A)
     sizes = (s.gam, s.row, *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound or 0.0)
     gate = {"BOUNDED": p.bound is not None, "BS": c.block}
     if c.hopper:
         L = _empty(q, n, 3, 32, 32, dtype=torch.float16)
-        launch(prep_hopper_kernel, n, *inputs, L, *sizes, GROUP=p.HV // p.H, K=p.K, VARLEN=varlen, **gate,
-               num_warps=4)
+        launch(prep_hopper_kernel, n, *inputs, L, *sizes, GROUP=p.HV // p.H, K=p.K, VARLEN=varlen, **gate, num_warps=4)
         launch(invert_kernel, n, L, s.row, p.table, s.M, p.HV, VARLEN=varlen, num_warps=1)
     else:
         launch(prep_kernel, n, *inputs, s.M, *sizes, K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
@@ -94,8 +108,21 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor
     return o, ST, s
 
 
-def backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
-             o: Tensor, s: Saved, do: Tensor, dST: Tensor | None, want_dS0: bool) -> tuple[Tensor | None, ...]:
+def backward(
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    o: Tensor,
+    s: Saved,
+    do: Tensor,
+    dST: Tensor | None,
+    want_dS0: bool,
+) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, z, beta, A_log, dt_bias and, if wanted, of the initial state."""
     c, n = p.config, p.tiles
     varlen = p.table is not None
@@ -106,8 +133,9 @@ def backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tenso
     flags = {"V": p.V, "BV": c.state_bv, "HAS_DST": dST is not None, "DS0": want_dS0}
     programs = p.N * p.HV * (p.V // c.state_bv)
     if c.hopper:
-        launch(reverse_hopper_kernel, programs, *args, **flags, VARLEN=varlen, NW=c.state_warps,
-               num_warps=c.state_warps)
+        launch(
+            reverse_hopper_kernel, programs, *args, **flags, VARLEN=varlen, NW=c.state_warps, num_warps=c.state_warps
+        )
     else:
         launch(reverse_kernel, programs, *args, **flags, K=p.K, **p.meta, NS=1, num_warps=c.state_warps)
 
@@ -116,8 +144,30 @@ def backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tenso
     dA, dL = _empty(q, n, 3, 32, 32), _empty(q, n, 3, 32, 32)
     P = _empty(q, n, 3, 64, p.K)
     w = _empty(q, n, p.K, dtype=F32)
-    args = (v, o, do, p.table, Y, s.vn, s.h, dS, s.gam, s.row, dv, db, dA, dL, P, w, *_st(v), *_st(do),
-            p.T, p.NT, p.HV, p.scale)
+    args = (
+        v,
+        o,
+        do,
+        p.table,
+        Y,
+        s.vn,
+        s.h,
+        dS,
+        s.gam,
+        s.row,
+        dv,
+        db,
+        dA,
+        dL,
+        P,
+        w,
+        *_st(v),
+        *_st(do),
+        p.T,
+        p.NT,
+        p.HV,
+        p.scale,
+    )
     if c.hopper:
         launch(vside_hopper_kernel, n, *args, VARLEN=varlen, num_warps=4)
     else:
@@ -128,14 +178,45 @@ def backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tenso
     dq, dk = (_empty(q, p.B, p.T, p.HV, p.K, dtype=q.dtype if group == 1 else F32) for _ in range(2))
     dz = _empty(z, p.B, p.T, p.HV, p.K)
     pA, pb = (_empty(q, p.NC, p.HV, p.K, dtype=F32) for _ in range(2))
-    args = (q, k, z, A_log, dt_bias, p.table, P, w, dA, dL, s.row, dq, dk, dz, pA, pb, *_st(q), *_st(k), *_st(z),
-            p.T, p.NT, p.HV, p.bound or 0.0)
+    args = (
+        q,
+        k,
+        z,
+        A_log,
+        dt_bias,
+        p.table,
+        P,
+        w,
+        dA,
+        dL,
+        s.row,
+        dq,
+        dk,
+        dz,
+        pA,
+        pb,
+        *_st(q),
+        *_st(k),
+        *_st(z),
+        p.T,
+        p.NT,
+        p.HV,
+        p.bound or 0.0,
+    )
     gate = {"BOUNDED": p.bound is not None, "BS": c.block}
     if c.hopper:
         launch(kside_hopper_kernel, n * 2, *args, GROUP=group, K=p.K, VARLEN=varlen, **gate, num_warps=4)
     else:
-        launch(kside_kernel, n * (p.K // c.kside_bd), *args, K=p.K, BD=c.kside_bd, **p.meta, **p.gate,
-               num_warps=c.kside_warps)
+        launch(
+            kside_kernel,
+            n * (p.K // c.kside_bd),
+            *args,
+            K=p.K,
+            BD=c.kside_bd,
+            **p.meta,
+            **p.gate,
+            num_warps=c.kside_warps,
+        )
     if group > 1:
         dq = dq.view(p.B, p.T, p.H, group, p.K).sum(3).to(q.dtype)
         dk = dk.view(p.B, p.T, p.H, group, p.K).sum(3).to(k.dtype)
@@ -162,14 +243,27 @@ class _KDA(torch.autograd.Function):
         return *g, None, None
 
 
-def kda_triton(q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, *,
-               bound: float | None = -5.0, scale: float | None = None, initial_state: Tensor | None = None,
-               cu_seqlens: Tensor | None = None, output_final_state: bool = False) -> tuple[Tensor, Tensor | None]:
+def kda_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    bound: float | None = -5.0,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Chunked KDA; shapes, units and errors are those of `k3kernels.kda.kda`, which validates the arguments.
 
     q, k [B, T, H, K] and v [B, T, HV, V] share one dtype, bf16 or fp32.  Tensors are read in place whatever the strides
     of B, T and the heads; channels must lie next to each other (and rows start at multiples of 32 bytes for the
-    explicit-layout kernels), else a copy is made.  Returns o [B, T, HV, V] and the final state fp32 [N, HV, K, V] or None.
+    explicit-layout kernels), else a copy is made.  Returns o [B, T, HV, V] and the final state
+    fp32 [N, HV, K, V] or None.
     Never waits for the device; the same inputs give the same bits.
     """
     p = plan(q, v, z, bound, scale, cu_seqlens)

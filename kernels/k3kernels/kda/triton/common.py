@@ -5,8 +5,9 @@ Conventions of all kernels in this folder
   cg        index of a chunk over the whole batch; tile = cg * HV + hv indexes every per-chunk buffer
   log2      decays live in log2 units inside the kernels (exp2 is the hardware's exponential)
   BS        block of an in-chunk product that is anchored in its middle: 32, 16 or 8 tokens.  The factors of a block
-            span BS/2 tokens of decay on either side, so BS follows from the strongest decay per token:
-            32 holds |g| <= 5.4, 16 holds 10.9, 8 holds 21.9 (natural log units; fp32 and bf16 reach 2^127).
+            span BS/2 tokens of decay on either side, so BS follows from the strongest decay per token: 32 holds
+            |g| <= 5.4 and 16 holds 10.9 in natural units (bf16 reaches 2^126), 8 holds the unbounded gate's cut.
+            fp32 takes 16 or 8: its products are three tf32 terms, of which the small ones need another 2^22 of range.
             Pairs that lie in one half but not in one block are formed level by level (dyadic anchors): the anchor sits
             between the two, every exponent is <= 0, and nothing can overflow whatever the gate is.
 """
@@ -15,8 +16,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The unbounded gate is cut at 2^-31.5 per token (-21.8 in natural units), far below fp32's resolution of a sum that holds 1.
-FLOOR2 = tl.constexpr(-31.5)
+# The unbounded gate is cut at 2^-24 per token (-16.6 natural units): fp32's resolution of a sum that holds 1.
+FLOOR2 = tl.constexpr(-24.0)
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def log2_decay(x, rate, bound, BOUNDED: tl.constexpr):
         return (bound * LOG2E) * sigmoid(rate * x)
     else:
         t = tl.exp2(tl.abs(x) * -LOG2E)
-        small = t * (LOG2E * (1.0 - t * (0.5 - t * 0.33333333)))      # log2(1+t) without cancellation
+        small = t * (LOG2E * (1.0 - t * (0.5 - t * 0.33333333)))  # log2(1+t) without cancellation
         soft = tl.maximum(x, 0.0) * LOG2E + tl.where(t < 0.01, small, tl.log2(1.0 + t))
         return tl.maximum(-rate * soft, FLOOR2)
 
@@ -59,7 +60,7 @@ def gate_gradient(dg, x, rate, bound, BOUNDED: tl.constexpr):
 
 @triton.jit
 def chunk_rows(table_ptr, cg, T, NT, VARLEN: tl.constexpr):
-    """(sequence of the batch, first row, number of rows) of chunk cg; no rows where a packed stream's chunk is unused."""
+    """(sequence of the batch, first row, number of rows) of chunk cg; no rows where a stream's chunk is unused."""
     if VARLEN:
         return 0, tl.load(table_ptr + cg * 2), tl.load(table_ptr + cg * 2 + 1)
     else:

@@ -1,13 +1,13 @@
-"""Stage 3 of the backward pass, parallel over (chunk, slice of key channels): dq, dk, dz and the partial sums of dA_log, dt_bias.
+"""Stage 3 of the backward pass, parallel over (chunk, slice of key channels): dq, dk, dz, parts of dA_log, dt_bias.
 
-Every tensor is [BD channels, 32 tokens] of one half of the chunk.  A warp owns 16 channels and all tokens, so cumulative sums
-and in-chunk products (contractions over tokens) never leave the warp: left operands are accumulators as they lie, right
-operands are the small matrices dA, dL that all channels share.  No reduction over channels is left (see vside.py), so that the
-slices of a chunk are independent programs.
+Every tensor is [BD channels, 32 tokens] of one half of the chunk.  A warp owns 16 channels and all tokens, so that
+cumulative sums and in-chunk products (contractions over tokens) never leave the warp: left operands are accumulators as
+they lie, right operands are the small matrices dA, dL that all channels share.  No reduction over channels is left (see
+vside.py), so that the slices of a chunk are independent programs.
 
-The gate's gradient pairs exactly: the query side and the key side of a pair (i, j) are formed from the same rounded operands,
+The gate's gradient pairs exactly: both sides of a pair (i, j) are formed from the same rounded operands,
   dG_i += qh_i . (a kh)_i        dG_j -= kh_j . (a^T qh)_j
-so that the reverse cumulative sum cancels them to fp32 rounding with single-pass bf16 products.  The diagonal pair i = j
+so that the reverse cumulative sum cancels them to fp32 rounding with single-pass bf16 products.  The pair i = j
 carries no gate gradient and never enters the products.
 """
 
@@ -19,8 +19,8 @@ from .common import anchored, block_start, chunk_rows, decay_rate, gate_gradient
 
 @triton.jit
 def _pairs(q, k, kh, up, a, l, dq, dk, dG, DT: tl.constexpr, IP: tl.constexpr):
-    """Products of one causal block.  a, l [32 queries, 32 keys]; up [BD, queries] the queries' decay factors; kh the keys
-    with theirs.  Adds the query side to dq, dk, dG; returns also the key side's sum, still without its decay factor."""
+    """Products of one causal block.  a, l [32 queries, 32 keys]; up [BD, queries] the queries' decay factors; kh the
+    keys with theirs.  Adds the query side to dq, dk, dG; returns also the key side's sum, without its decay factor."""
     qh = (q * up).to(DT)
     bh = (k * up).to(DT)
     t = tl.dot(kh, tl.trans(a), input_precision=IP)
@@ -42,17 +42,30 @@ def _block(q, k, up, down, a, l, dq, dk, dG, DT: tl.constexpr, IP: tl.constexpr)
 
 @triton.jit
 def _level(q, k, hi, lo, a, l, dq, dk, dG, I, J, W: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
-    """Pairs whose query lies in the second and key in the first W tokens of a block of 2W.  Of a, l, I runs over queries
-    and J over keys; of a token map, I over the summed token and J over the result."""
+    """Pairs whose query lies in the second and key in the first W tokens of a block of 2W.  Of a, l, I runs over
+    queries and J over keys; of a token map, I over the summed token and J over the result."""
     x = tl.exp2(-tl.abs(map_cols(hi, lo, anchored(J, I, 2 * W), IP)))
     pair = (block_start(I, 2 * W) == block_start(J, 2 * W)) & (I % (2 * W) >= W) & (J % (2 * W) < W)
     return _block(q, k, x, x, tl.where(pair, a, 0.0).to(DT), tl.where(pair, l, 0.0).to(DT), dq, dk, dG, DT, IP)
 
 
 @triton.jit
-def _decay(z_ptr, zo, bias, live, rate, bound, I, J, BS: tl.constexpr, BOUNDED: tl.constexpr, HT: tl.constexpr, IP: tl.constexpr):
-    """Of one half: block factors (up, down), factors from the half's start and to its end, log2 decay of the half, and the
-    log2 decays in two terms."""
+def _decay(
+    z_ptr,
+    zo,
+    bias,
+    live,
+    rate,
+    bound,
+    I,
+    J,
+    BS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Of one half: block factors (up, down), factors from the half's start and to its end, log2 decay of the half, and
+    the log2 decays in two terms."""
     x = tl.load(z_ptr + zo, mask=live, other=0.0).to(tl.float32) + bias
     g = tl.where(live, log2_decay(x, rate, bound, BOUNDED), 0.0)
     end = tl.sum(g, axis=1)[:, None]
@@ -72,15 +85,48 @@ def _decay(z_ptr, zo, bias, live, rate, bound, I, J, BS: tl.constexpr, BOUNDED: 
 
 
 @triton.jit
-def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo, a, l, ax, lx, kx, tx,
-          before, after, carry, bias, live, rate, bound, I, J, K: tl.constexpr, SECOND: tl.constexpr,
-          BS: tl.constexpr, BOUNDED: tl.constexpr, DT: tl.constexpr, HT: tl.constexpr, IP: tl.constexpr):
+def _half(
+    q_ptr,
+    qo,
+    k_ptr,
+    ko,
+    z_ptr,
+    zo,
+    pp,
+    rp,
+    dq_ptr,
+    dk_ptr,
+    dz_ptr,
+    oo,
+    a,
+    l,
+    ax,
+    lx,
+    kx,
+    tx,
+    before,
+    after,
+    carry,
+    bias,
+    live,
+    rate,
+    bound,
+    I,
+    J,
+    K: tl.constexpr,
+    SECOND: tl.constexpr,
+    BS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    DT: tl.constexpr,
+    HT: tl.constexpr,
+    IP: tl.constexpr,
+):
     """One half of the chunk: stores its dq, dk, dz.
 
-    a, l: the half's own block.  ax, lx: the block of second-half queries and first-half keys; kx [BD, 32] the first half's
-    decayed keys (read by the second half), tx the key side of that block (read by the first half).
-    before, after: log2 decay of the chunk before and after this half.  carry [BD, 1]: what dg of every token here receives
-    from outside the half.  Values that are needed at both ends of the pass are loaded again: registers are what is short.
+    a, l: the half's own block.  ax, lx: the block of second-half queries and first-half keys; kx [BD, 32] the first
+    half's decayed keys (read by the second half), tx the key side of that block (read by the first half).
+    before, after: log2 decay of the chunk before and after this half.  carry [BD, 1]: what dg of every token here
+    receives from outside the half.  Values needed at both ends of the pass are loaded again: registers are short.
     """
     up, down, first, last, end, ghi, glo = _decay(z_ptr, zo, bias, live, rate, bound, I, J, BS, BOUNDED, HT, IP)
     q = tl.load(q_ptr + qo, mask=live, other=0.0).to(tl.float32) * tl.load(rp + 64 + J)
@@ -90,7 +136,7 @@ def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo, a
     kd = k * dk
     sum_kd = tl.sum(kd, axis=1)[:, None]
     hi, lo = split(kd, DT)
-    dg = map_cols(hi, lo, tl.where(I < J, 1.0, 0.0), IP) + carry          # keys before i: a prefix sum, no cancellation
+    dg = map_cols(hi, lo, tl.where(I < J, 1.0, 0.0), IP) + carry  # keys before i: a prefix sum, no cancellation
     t = tl.load(pp + 64 * K).to(tl.float32) * (first * pre)
     dk += t
     dG = k * t
@@ -105,8 +151,9 @@ def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo, a
         dq, dk, dG = _block(q, k, up, down, a, l, dq, dk, dG, DT, IP)
     else:
         same = block_start(I, BS) == block_start(J, BS)
-        dq, dk, dG = _block(q, k, up, down, tl.where(same, a, 0.0).to(DT), tl.where(same, l, 0.0).to(DT),
-                            dq, dk, dG, DT, IP)
+        dq, dk, dG = _block(
+            q, k, up, down, tl.where(same, a, 0.0).to(DT), tl.where(same, l, 0.0).to(DT), dq, dk, dG, DT, IP
+        )
         dq, dk, dG = _level(q, k, ghi, glo, a, l, dq, dk, dG, I, J, 16, DT, IP)
         if BS == 8:
             dq, dk, dG = _level(q, k, ghi, glo, a, l, dq, dk, dG, I, J, 8, DT, IP)
@@ -125,11 +172,46 @@ def _half(q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo, a
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
-def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_ptr, dA_ptr, dL_ptr, row_ptr,
-                 dq_ptr, dk_ptr, dz_ptr, pA_ptr, pb_ptr,
-                 q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, T, NT, HV, bound,
-                 GROUP: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BOUNDED: tl.constexpr,
-                 VARLEN: tl.constexpr, DT: tl.constexpr, HT: tl.constexpr, IP: tl.constexpr):
+def kside_kernel(
+    q_ptr,
+    k_ptr,
+    z_ptr,
+    A_log_ptr,
+    bias_ptr,
+    table_ptr,
+    P_ptr,
+    w_ptr,
+    dA_ptr,
+    dL_ptr,
+    row_ptr,
+    dq_ptr,
+    dk_ptr,
+    dz_ptr,
+    pA_ptr,
+    pb_ptr,
+    q_sb,
+    q_st,
+    q_sh,
+    k_sb,
+    k_st,
+    k_sh,
+    z_sb,
+    z_st,
+    z_sh,
+    T,
+    NT,
+    HV,
+    bound,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    BD: tl.constexpr,
+    BS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    VARLEN: tl.constexpr,
+    DT: tl.constexpr,
+    HT: tl.constexpr,
+    IP: tl.constexpr,
+):
     NK: tl.constexpr = K // BD
     pid = tl.program_id(0)
     ik = pid % NK
@@ -157,7 +239,7 @@ def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_p
     I = t0[:, None]
     J = t0[None, :]
     live0 = J < n
-    live1 = 32 + J < n
+    live1 = J < n - 32
     j64 = J.to(tl.int64)
     qo = j64 * q_st + dn
     ko = j64 * k_st + dn
@@ -183,13 +265,76 @@ def kside_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_p
     zero = tl.zeros((BD, 32), tl.float32)
     none = tl.zeros((BD, 1), tl.float32)
     tx, kd1, sum1, pb, pA = _half(
-        q_ptr + 32 * q_st, qo, k_ptr + 32 * k_st, ko, z_ptr + 32 * z_st, zo, pp + 32 * K, rp + 32,
-        dq_ptr + 32 * HV * K, dk_ptr + 32 * HV * K, dz_ptr + 32 * HV * K, oo,
-        tl.load(dA_ptr + mo + 1024), tl.load(dL_ptr + mo + 1024), ax, lx, kx, zero,
-        end0, none, w + kd0, bias, live1, rate, bound, I, J, K, True, BS, BOUNDED, DT, HT, IP)
+        q_ptr + 32 * q_st,
+        qo,
+        k_ptr + 32 * k_st,
+        ko,
+        z_ptr + 32 * z_st,
+        zo,
+        pp + 32 * K,
+        rp + 32,
+        dq_ptr + 32 * HV * K,
+        dk_ptr + 32 * HV * K,
+        dz_ptr + 32 * HV * K,
+        oo,
+        tl.load(dA_ptr + mo + 1024),
+        tl.load(dL_ptr + mo + 1024),
+        ax,
+        lx,
+        kx,
+        zero,
+        end0,
+        none,
+        w + kd0,
+        bias,
+        live1,
+        rate,
+        bound,
+        I,
+        J,
+        K,
+        True,
+        BS,
+        BOUNDED,
+        DT,
+        HT,
+        IP,
+    )
     tx, kd1, sum0, pb0, pA0 = _half(
-        q_ptr, qo, k_ptr, ko, z_ptr, zo, pp, rp, dq_ptr, dk_ptr, dz_ptr, oo,
-        tl.load(dA_ptr + mo), tl.load(dL_ptr + mo), ax, lx, kx, tx,
-        none, end1, w + sum1, bias, live0, rate, bound, I, J, K, False, BS, BOUNDED, DT, HT, IP)
+        q_ptr,
+        qo,
+        k_ptr,
+        ko,
+        z_ptr,
+        zo,
+        pp,
+        rp,
+        dq_ptr,
+        dk_ptr,
+        dz_ptr,
+        oo,
+        tl.load(dA_ptr + mo),
+        tl.load(dL_ptr + mo),
+        ax,
+        lx,
+        kx,
+        tx,
+        none,
+        end1,
+        w + sum1,
+        bias,
+        live0,
+        rate,
+        bound,
+        I,
+        J,
+        K,
+        False,
+        BS,
+        BOUNDED,
+        DT,
+        HT,
+        IP,
+    )
     tl.store(pb_ptr + tile * K + d, pb + pb0)
     tl.store(pA_ptr + tile * K + d, pA + pA0)

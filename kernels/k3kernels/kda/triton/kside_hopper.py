@@ -1,11 +1,11 @@
 """`kside.py` with explicit layouts, for K = 128 channels, bf16, any gate.
 
-The plain version is limited by registers and by layout changes through shared memory.  Here every [64 channels, 32 tokens]
-tensor lives in one layout, TILE, that is the mma.sync accumulator with its rows renamed (a warp's accumulator rows g and
-g + 8 hold channels 2g and 2g + 1).  Loads and stores of 2 channels are 4 bytes wide and fill whole sectors; the change from
-TILE to a left operand, and from an accumulator to TILE, is a renaming of registers.  All inputs of the program are copied
-to shared memory at its start (asynchronously, 66 KB), so that its two programs per multiprocessor overlap latency with
-arithmetic, and a value that is needed twice is read twice instead of being held in registers.
+The plain version is limited by registers and by layout changes through shared memory.  Here every [64 channels, 32
+tokens] tensor lives in one layout, TILE, that is the mma.sync accumulator with its rows renamed (a warp's accumulator
+rows g and g + 8 hold channels 2g and 2g + 1).  Loads and stores of 2 channels are 4 bytes wide and fill whole sectors;
+the change from TILE to a left operand, and from an accumulator to TILE, renames registers.  All inputs of a program are
+copied to shared memory at its start (asynchronously, 66 KB), so that the two programs of a multiprocessor overlap
+latency with arithmetic, and a value that is needed twice is read twice instead of being held in registers.
 """
 
 from triton.experimental import gluon
@@ -17,21 +17,25 @@ from .hopper import FLOOR2, LOG2E, bf16, exp2, fp32, gate_sigmoid, log2_decay, r
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, ACC.value, 2))
-TILE = gl.constexpr(gl.DistributedLinearLayout(
-    reg_bases=[[0, 1], [1, 0], [0, 8], [0, 16]],
-    lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
-    warp_bases=[[16, 0], [32, 0]],
-    block_bases=[],
-    shape=[64, 32],
-))
-# TILE with the registers of two neighbouring channels next to each other: what global memory wants; same data per thread.
-MEMORY = gl.constexpr(gl.DistributedLinearLayout(
-    reg_bases=[[1, 0], [0, 1], [0, 8], [0, 16]],
-    lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
-    warp_bases=[[16, 0], [32, 0]],
-    block_bases=[],
-    shape=[64, 32],
-))
+TILE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [1, 0], [0, 8], [0, 16]],
+        lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
+    )
+)
+# TILE with the registers of two neighbouring channels next to each other, as memory wants them; same data per thread.
+MEMORY = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [0, 1], [0, 8], [0, 16]],
+        lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
+    )
+)
 TOKEN = gl.constexpr(gl.SliceLayout(0, TILE.value))
 CHANNEL = gl.constexpr(gl.SliceLayout(1, TILE.value))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
@@ -87,8 +91,8 @@ def _pairs(q, k, kh, up, a, l, dq, dk, dG):
 
 @gluon.jit
 def _factors(g, maps, BS: gl.constexpr):
-    """Of one half: the queries' factor of a block (its reciprocal is the keys'), factors from the half's start and to its
-    end, and the half's log2 decay per channel."""
+    """Of one half: the queries' factor of a block (its reciprocal is the keys'), factors from the half's start and to
+    its end, and the half's log2 decay per channel."""
     up = exp2(_map(g, maps.index(0).load(RIGHT), gl.float16))
     end = gl.expand_dims(gl.sum(g, axis=1), 1)
     if BS == 32:
@@ -142,8 +146,35 @@ def _block(q, k, up, down, a, l, dq, dk, dG):
 
 
 @gluon.jit
-def _half(q_s, k_s, z_s, p0, p1, p2, rp, dq_ptr, dk_ptr, dz_ptr, oo, mats, kx, tx, maps, sums,
-          before, after, carry, bias, live, tail, rate, bound, H: gl.constexpr, BOUNDED: gl.constexpr, BS: gl.constexpr):
+def _half(
+    q_s,
+    k_s,
+    z_s,
+    p0,
+    p1,
+    p2,
+    rp,
+    dq_ptr,
+    dk_ptr,
+    dz_ptr,
+    oo,
+    mats,
+    kx,
+    tx,
+    maps,
+    sums,
+    before,
+    after,
+    carry,
+    bias,
+    live,
+    tail,
+    rate,
+    bound,
+    H: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    BS: gl.constexpr,
+):
     """See kside.py; tiles, matrices and maps lie in shared memory."""
     LEVELS: gl.constexpr = 1 if BS == 32 else 3
     g = _gate(z_s, H, bias, tail, rate, bound, BOUNDED)
@@ -199,10 +230,42 @@ def _stage(ptr, st, rows, cols, live):
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "HV"])
-def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_ptr, w_ptr, dA_ptr, dL_ptr, row_ptr,
-                        dq_ptr, dk_ptr, dz_ptr, pA_ptr, pb_ptr,
-                        q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, T, NT, HV, bound,
-                        GROUP: gl.constexpr, K: gl.constexpr, BOUNDED: gl.constexpr, BS: gl.constexpr, VARLEN: gl.constexpr):
+def kside_hopper_kernel(
+    q_ptr,
+    k_ptr,
+    z_ptr,
+    A_log_ptr,
+    bias_ptr,
+    table_ptr,
+    P_ptr,
+    w_ptr,
+    dA_ptr,
+    dL_ptr,
+    row_ptr,
+    dq_ptr,
+    dk_ptr,
+    dz_ptr,
+    pA_ptr,
+    pb_ptr,
+    q_sb,
+    q_st,
+    q_sh,
+    k_sb,
+    k_st,
+    k_sh,
+    z_sb,
+    z_st,
+    z_sh,
+    T,
+    NT,
+    HV,
+    bound,
+    GROUP: gl.constexpr,
+    K: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    BS: gl.constexpr,
+    VARLEN: gl.constexpr,
+):
     pid = gl.program_id(0)
     ik = pid % (K // 64)
     hv = (pid // (K // 64)) % HV
@@ -210,7 +273,6 @@ def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_p
     tile = cg.to(gl.int64) * HV + hv
     dc = ik * 64 + gl.arange(0, 64, CHANNEL)
     if VARLEN:
-        b = 0
         row0 = gl.load(table_ptr + cg * 2)
         n = gl.load(table_ptr + cg * 2 + 1)
         if n <= 0:
@@ -244,7 +306,7 @@ def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_p
     jj = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, MEMORY)), 0)
     live0 = jj < n
     live1 = 32 + jj < n
-    oo = jj * (HV * K) + d          # offsets inside a chunk fit 32 bits (the launcher sees to it)
+    oo = jj * (HV * K) + d  # offsets inside a chunk fit 32 bits (the launcher sees to it)
     rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, ROWS)), 1)
     cols = gl.expand_dims(ik * 64 + gl.arange(0, 64, gl.SliceLayout(0, ROWS)), 0)
     copied = rows < n
@@ -308,11 +370,63 @@ def kside_hopper_kernel(q_ptr, k_ptr, z_ptr, A_log_ptr, bias_ptr, table_ptr, P_p
     async_copy.wait_group(0)
     gl.thread_barrier()
     tx, sum1, pb1, pA1 = _half(
-        q_s, k_s, z_s, p0, p1, p2, rp + 32, dq_ptr + 32 * HV * K, dk_ptr + 32 * HV * K, dz_ptr + 32 * HV * K, oo,
-        mats, _left(bf16(kl)), kl, maps, sums, end0, none, w + kd0, bias, live1, tail1, rate, bound, 1, BOUNDED, BS)
+        q_s,
+        k_s,
+        z_s,
+        p0,
+        p1,
+        p2,
+        rp + 32,
+        dq_ptr + 32 * HV * K,
+        dk_ptr + 32 * HV * K,
+        dz_ptr + 32 * HV * K,
+        oo,
+        mats,
+        _left(bf16(kl)),
+        kl,
+        maps,
+        sums,
+        end0,
+        none,
+        w + kd0,
+        bias,
+        live1,
+        tail1,
+        rate,
+        bound,
+        1,
+        BOUNDED,
+        BS,
+    )
     tx, sum0, pb0, pA0 = _half(
-        q_s, k_s, z_s, p0, p1, p2, rp, dq_ptr, dk_ptr, dz_ptr, oo,
-        mats, tx, tx, maps, sums, none, end1, w + sum1, bias, live0, tail0, rate, bound, 0, BOUNDED, BS)
+        q_s,
+        k_s,
+        z_s,
+        p0,
+        p1,
+        p2,
+        rp,
+        dq_ptr,
+        dk_ptr,
+        dz_ptr,
+        oo,
+        mats,
+        tx,
+        tx,
+        maps,
+        sums,
+        none,
+        end1,
+        w + sum1,
+        bias,
+        live0,
+        tail0,
+        rate,
+        bound,
+        0,
+        BOUNDED,
+        BS,
+    )
     pb = pb0 + pb1
     pA = pA0 + pA1
     if BOUNDED:

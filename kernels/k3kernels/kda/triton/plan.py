@@ -39,23 +39,24 @@ def split_values(states: int, processors: int) -> bool:
     return rounds[1] * 0.52 < rounds[0]
 
 
-def block_size(bound: float | None) -> int:
-    """Tokens of a middle-anchored block: the largest whose factors stay in fp32's normal range (see common.py)."""
+def block_size(bound: float | None, low: bool) -> int:
+    """Tokens of a middle-anchored block: the largest whose factors stay in range (common.py); low: bf16 operands."""
     if bound is None:
         return 8
-    return 32 if bound >= -5.4 else 16
+    return 32 if low and bound >= -5.4 else 16
 
 
-def choose(K: int, V: int, dtype: torch.dtype, bound: float | None, states: int, hopper: bool,
-           processors: int) -> Config:
+def choose(
+    K: int, V: int, dtype: torch.dtype, bound: float | None, states: int, hopper: bool, processors: int
+) -> Config:
     """The configuration of a call.  Pure: the device tests check the gradients of every value it can return."""
     low = dtype == torch.bfloat16
     bd = min(K, 32)
     if low and K == 128 and V == 128 and hopper:
         bv = 64 if split_values(states, processors) else 128
-        return Config(True, 32 if block_size(bound) == 32 else 8, 16, 2, bv, bv // 16, bd, 2)
+        return Config(True, 32 if block_size(bound, low) == 32 else 8, 16, 2, bv, bv // 16, bd, 2)
     bv = min(V, 64 if low and K <= 128 else 32)
-    return Config(False, block_size(bound), min(K, 16), 2, bv, 4, bd, 2)
+    return Config(False, block_size(bound, low), min(K, 16), 2, bv, 4, bd, 2)
 
 
 @dataclass
@@ -95,13 +96,15 @@ class Problem:
     def gate(self) -> dict[str, Any]:
         return {
             "GROUP": self.HV // self.H,
-            "BS": block_size(self.bound),
+            "BS": self.config.block,
             "BOUNDED": self.bound is not None,
             "HT": tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
         }
 
 
-def plan(q: Tensor, v: Tensor, z: Tensor, bound: float | None, scale: float | None, cu_seqlens: Tensor | None) -> Problem:
+def plan(
+    q: Tensor, v: Tensor, z: Tensor, bound: float | None, scale: float | None, cu_seqlens: Tensor | None
+) -> Problem:
     """Shapes, chunk table and configuration of a call."""
     B, T, H, K = q.shape
     HV, V = v.shape[-2:]

@@ -3,10 +3,11 @@
 Per chunk and value head (G = inclusive cumulative log decay inside the chunk, q and k L2-normalised, s = scale):
   Q+ = s q e^G     K+ = k e^G     Kb = k e^(G_C - G)     Gam = e^(G_C)
   A_ij = s sum_d q_i k_j e^(G_i - G_j)   (j <= i)          L_ij = beta_i sum_d k_i k_j e^(G_i - G_j)   (j < i)
-  M = (I + L)^-1 by block doubling: every intermediate is itself an inverse, so fp16 holds it (a Neumann product does not).
+  M = (I + L)^-1 by block doubling: every intermediate is itself an inverse, so that fp16 holds it (a Neumann product
+  does not).
 
-The chunk is two halves of 32 tokens.  Two warps own a half's 16 rows each: the left operand of every product is then the
-accumulator layout itself and stays in registers, only right operands pass through shared memory.
+The chunk is two halves of 32 tokens.  Two warps own 16 rows of a half each: the left operand of every product is then
+the accumulator layout itself and stays in registers, only right operands pass through shared memory.
 """
 
 import triton
@@ -78,12 +79,48 @@ def _inverse(L, I, J, HT: tl.constexpr, IP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
-def prep_kernel(q_ptr, k_ptr, z_ptr, beta_ptr, A_log_ptr, bias_ptr, table_ptr,
-                Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, gam_ptr, row_ptr,
-                q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, b_sb, b_st, b_sh,
-                T, NT, HV, scale, bound,
-                GROUP: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BOUNDED: tl.constexpr,
-                VARLEN: tl.constexpr, DT: tl.constexpr, HT: tl.constexpr, IP: tl.constexpr):
+def prep_kernel(
+    q_ptr,
+    k_ptr,
+    z_ptr,
+    beta_ptr,
+    A_log_ptr,
+    bias_ptr,
+    table_ptr,
+    Qp_ptr,
+    Kp_ptr,
+    Kb_ptr,
+    A_ptr,
+    M_ptr,
+    gam_ptr,
+    row_ptr,
+    q_sb,
+    q_st,
+    q_sh,
+    k_sb,
+    k_st,
+    k_sh,
+    z_sb,
+    z_st,
+    z_sh,
+    b_sb,
+    b_st,
+    b_sh,
+    T,
+    NT,
+    HV,
+    scale,
+    bound,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    BD: tl.constexpr,
+    BS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    VARLEN: tl.constexpr,
+    DT: tl.constexpr,
+    HT: tl.constexpr,
+    IP: tl.constexpr,
+):
     pid = tl.program_id(0)
     hv = pid % HV
     cg = pid // HV
@@ -108,8 +145,12 @@ def prep_kernel(q_ptr, k_ptr, z_ptr, beta_ptr, A_log_ptr, bias_ptr, table_ptr,
     rq1 = _norms(q_ptr, q_st, r1, live1, K)
     rk0 = _norms(k_ptr, k_st, r0, live0, K)
     rk1 = _norms(k_ptr, k_st, r1, live1, K)
-    beta0 = tl.where(live0, sigmoid(tl.load(beta_ptr + r0.to(tl.int64) * b_st, mask=live0, other=0.0).to(tl.float32)), 0.0)
-    beta1 = tl.where(live1, sigmoid(tl.load(beta_ptr + r1.to(tl.int64) * b_st, mask=live1, other=0.0).to(tl.float32)), 0.0)
+    beta0 = tl.where(
+        live0, sigmoid(tl.load(beta_ptr + r0.to(tl.int64) * b_st, mask=live0, other=0.0).to(tl.float32)), 0.0
+    )
+    beta1 = tl.where(
+        live1, sigmoid(tl.load(beta_ptr + r1.to(tl.int64) * b_st, mask=live1, other=0.0).to(tl.float32)), 0.0
+    )
     rp = row_ptr + tile * 512
     tl.store(rp + r0, beta0)
     tl.store(rp + r1, beta1)

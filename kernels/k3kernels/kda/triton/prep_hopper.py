@@ -1,7 +1,7 @@
 """`prep.py` with explicit layouts, for K = 128 channels, bf16, any gate.
 
 A half of the chunk, [32 tokens, 128 channels], is spread so that a thread holds 4 neighbouring tokens of 8 neighbouring
-channels: 16-byte accesses, a cumulative sum that stays in the warp, and no layout change anywhere.  All inputs are copied
+channels: 16-byte accesses, a cumulative sum that stays in the warp, no layout change anywhere.  All inputs are copied
 to shared memory at the program's start, so that memory latency is paid once and under another program.  The decayed
 operands of A and L go to shared memory once and one wgmma per block, with the queries stacked on the keys (64 rows),
 forms both.  The inverse is a kernel of its own (`invert_kernel`): it needs few registers and no channels.
@@ -53,8 +53,8 @@ def _gate(stage, H: gl.constexpr, live, bias, rate, bound, BOUNDED: gl.constexpr
 
 @gluon.jit
 def _anchored(g, W: gl.constexpr):
-    """Log2 decay from the middle of each block of 2W tokens to each of its tokens: in the second W tokens the inclusive sum
-    since the middle, in the first W minus what follows up to the middle."""
+    """Log2 decay from the middle of each block of 2W tokens to each of its tokens: in the second W tokens the inclusive
+    sum since the middle, in the first W minus what follows up to the middle."""
     x = gl.reshape(g, [32 // W, W, 128])
     c = gl.reshape(gl.associative_scan(x, 1, _add), [32, 128])
     total = gl.expand_dims(gl.sum(x, axis=1), 1) + x * 0.0
@@ -79,8 +79,7 @@ def _level(q, k, g, queries, keys, zero, W: gl.constexpr):
 @gluon.jit
 def _merge(acc, a8, a16, i, j):
     """One causal half from its 8-token blocks and the two levels between them; i, j inside the half."""
-    acc = gl.where(i // 8 == j // 8, acc, gl.where(i // 16 == j // 16, a8, a16))
-    return acc
+    return gl.where(i // 8 == j // 8, acc, gl.where(i // 16 == j // 16, a8, a16))
 
 
 @gluon.jit
@@ -98,11 +97,44 @@ def _normalised(x, row_ptr, scale):
 
 
 @gluon.jit
-def prep_hopper_kernel(q_ptr, k_ptr, z_ptr, beta_ptr, A_log_ptr, bias_ptr, table_ptr,
-                       Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, L_ptr, gam_ptr, row_ptr,
-                       q_sb, q_st, q_sh, k_sb, k_st, k_sh, z_sb, z_st, z_sh, b_sb, b_st, b_sh,
-                       T, NT, HV, scale, bound,
-                       GROUP: gl.constexpr, K: gl.constexpr, BOUNDED: gl.constexpr, BS: gl.constexpr, VARLEN: gl.constexpr):
+def prep_hopper_kernel(
+    q_ptr,
+    k_ptr,
+    z_ptr,
+    beta_ptr,
+    A_log_ptr,
+    bias_ptr,
+    table_ptr,
+    Qp_ptr,
+    Kp_ptr,
+    Kb_ptr,
+    A_ptr,
+    L_ptr,
+    gam_ptr,
+    row_ptr,
+    q_sb,
+    q_st,
+    q_sh,
+    k_sb,
+    k_st,
+    k_sh,
+    z_sb,
+    z_st,
+    z_sh,
+    b_sb,
+    b_st,
+    b_sh,
+    T,
+    NT,
+    HV,
+    scale,
+    bound,
+    GROUP: gl.constexpr,
+    K: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    BS: gl.constexpr,
+    VARLEN: gl.constexpr,
+):
     pid = gl.program_id(0)
     hv = pid % HV
     cg = pid // HV
@@ -252,7 +284,7 @@ def _inverse(L, I, J):
 def invert_kernel(L_ptr, row_ptr, table_ptr, M_ptr, HV, VARLEN: tl.constexpr):
     """M = (I + beta L)^-1 of a chunk from the three blocks of L (fp16)."""
     pid = tl.program_id(0)
-    if VARLEN:
+    if VARLEN:  # noqa: SIM102  (a static and a run-time condition)
         if tl.load(table_ptr + (pid // HV) * 2 + 1) <= 0:
             return
     tile = tl.cast(pid, tl.int64)

@@ -13,10 +13,36 @@ from .state import document
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
-def reverse_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, gam_ptr, row_ptr, dST_ptr,
-                   dS_ptr, Y_ptr, dS0_ptr, do_sb, do_st, do_sh, T, NT, HV,
-                   K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_DST: tl.constexpr, DS0: tl.constexpr,
-                   VARLEN: tl.constexpr, DT: tl.constexpr, NS: tl.constexpr, IP: tl.constexpr):
+def reverse_kernel(
+    do_ptr,
+    doc_ptr,
+    Qp_ptr,
+    Kp_ptr,
+    Kb_ptr,
+    A_ptr,
+    M_ptr,
+    gam_ptr,
+    row_ptr,
+    dST_ptr,
+    dS_ptr,
+    Y_ptr,
+    dS0_ptr,
+    do_sb,
+    do_st,
+    do_sh,
+    T,
+    NT,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DST: tl.constexpr,
+    DS0: tl.constexpr,
+    VARLEN: tl.constexpr,
+    DT: tl.constexpr,
+    NS: tl.constexpr,
+    IP: tl.constexpr,
+):
     NV: tl.constexpr = V // BV
     pid = tl.program_id(0)
     iv = pid % NV

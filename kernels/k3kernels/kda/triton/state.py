@@ -2,8 +2,8 @@
 
   V' = M b (V - K+ S)      O = Q+ S + A V'      S <- diag(Gam) S + Kb^T V'
 
-The state is kept transposed, S^T [BV, K] in fp32 registers: every left operand (S, X, V') is then an accumulator and every
-right operand a loaded tile, so that nothing bounces through shared memory between two products of the chain.
+The state is kept transposed, S^T [BV, K] in fp32 registers: every left operand (S, X, V') is then an accumulator and
+every right operand a loaded tile, so that nothing bounces through shared memory between two products of the chain.
 Left operands in registers are what ptxas before 13.3 may reuse too early (asynchronous wgmma); the device tests
 therefore compare repeated runs bit by bit for every configuration that the launcher can choose.
 """
@@ -25,10 +25,38 @@ def document(doc_ptr, seg, T, NT, VARLEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
-def state_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, gam_ptr, row_ptr, S0_ptr,
-                 o_ptr, h_ptr, vn_ptr, ST_ptr, v_sb, v_st, v_sh, T, NT, HV,
-                 K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, SAVE: tl.constexpr,
-                 FINAL: tl.constexpr, VARLEN: tl.constexpr, DT: tl.constexpr, NS: tl.constexpr, IP: tl.constexpr):
+def state_kernel(
+    v_ptr,
+    doc_ptr,
+    Qp_ptr,
+    Kp_ptr,
+    Kb_ptr,
+    A_ptr,
+    M_ptr,
+    gam_ptr,
+    row_ptr,
+    S0_ptr,
+    o_ptr,
+    h_ptr,
+    vn_ptr,
+    ST_ptr,
+    v_sb,
+    v_st,
+    v_sh,
+    T,
+    NT,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_S0: tl.constexpr,
+    SAVE: tl.constexpr,
+    FINAL: tl.constexpr,
+    VARLEN: tl.constexpr,
+    DT: tl.constexpr,
+    NS: tl.constexpr,
+    IP: tl.constexpr,
+):
     NV: tl.constexpr = V // BV
     pid = tl.program_id(0)
     iv = pid % NV

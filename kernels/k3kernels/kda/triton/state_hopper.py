@@ -1,8 +1,8 @@
 """`state.py` and `reverse.py` with explicit layouts and a hand-made pipeline, for K = 128 channels and bf16.
 
-One chunk is a chain of three dependent products; everything else is hidden behind it: the next chunk's tiles are on their
-way to shared memory, products off the chain run asynchronously, and finished tiles leave through shared memory (16-byte
-stores) one pass later, while the tensor cores work.  A program owns BV rows of S^T; 4 warps hold 64 of them.
+One chunk is a chain of three dependent products; everything else is hidden behind it: the next chunk's tiles are on
+their way to shared memory, products off the chain run asynchronously, and finished tiles leave through shared memory
+(16-byte stores) one pass later, while the tensor cores work.  A program owns BV rows of S^T; 4 warps hold 64 of them.
 """
 
 from triton.experimental import gluon
@@ -33,10 +33,35 @@ def _fetch(stage, s, ptr, rows, cols, st, live):
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "HV"])
-def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, gam_ptr, row_ptr, S0_ptr,
-                        o_ptr, h_ptr, vn_ptr, ST_ptr, v_sb, v_st, v_sh, T, NT, HV,
-                        V: gl.constexpr, BV: gl.constexpr, HAS_S0: gl.constexpr, SAVE: gl.constexpr,
-                        FINAL: gl.constexpr, VARLEN: gl.constexpr, NW: gl.constexpr):
+def state_hopper_kernel(
+    v_ptr,
+    doc_ptr,
+    Qp_ptr,
+    Kp_ptr,
+    Kb_ptr,
+    A_ptr,
+    M_ptr,
+    gam_ptr,
+    row_ptr,
+    S0_ptr,
+    o_ptr,
+    h_ptr,
+    vn_ptr,
+    ST_ptr,
+    v_sb,
+    v_st,
+    v_sh,
+    T,
+    NT,
+    HV,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    HAS_S0: gl.constexpr,
+    SAVE: gl.constexpr,
+    FINAL: gl.constexpr,
+    VARLEN: gl.constexpr,
+    NW: gl.constexpr,
+):
     K: gl.constexpr = 128
     STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, 128, 16])
     CHUNK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, 64, 16])
@@ -62,7 +87,7 @@ def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, ga
     gam_ptr += tile * K
     row_ptr += tile * 512
     h_ptr += tile * (V * K) + iv * (BV * K)
-    vn_ptr += (tile - HV) * (64 * V) + iv * BV        # this and o: one chunk behind, see the loop
+    vn_ptr += (tile - HV) * (64 * V) + iv * BV  # this and o: one chunk behind, see the loop
     v_ptr += b64 * v_sb + row0.to(gl.int64) * v_st + hv.to(gl.int64) * v_sh + iv * BV
     o_ptr += ((b64 * T + row0 - 64) * HV + hv) * V + iv * BV
 
@@ -79,7 +104,8 @@ def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, ga
     js = gl.arange(0, 128, gl.SliceLayout(0, STATE))
 
     sp = (seg.to(gl.int64) * HV + hv) * (K * V) + (
-        gl.expand_dims(js, 0) * V + gl.expand_dims(iv * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1))
+        gl.expand_dims(js, 0) * V + gl.expand_dims(iv * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
+    )
     if HAS_S0:
         S = gl.load(S0_ptr + sp).to(gl.float32)
     else:
@@ -170,10 +196,33 @@ def state_hopper_kernel(v_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, ga
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "HV"])
-def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr, gam_ptr, row_ptr, dST_ptr,
-                          dS_ptr, Y_ptr, dS0_ptr, do_sb, do_st, do_sh, T, NT, HV,
-                          V: gl.constexpr, BV: gl.constexpr, HAS_DST: gl.constexpr, DS0: gl.constexpr,
-                          VARLEN: gl.constexpr, NW: gl.constexpr):
+def reverse_hopper_kernel(
+    do_ptr,
+    doc_ptr,
+    Qp_ptr,
+    Kp_ptr,
+    Kb_ptr,
+    A_ptr,
+    M_ptr,
+    gam_ptr,
+    row_ptr,
+    dST_ptr,
+    dS_ptr,
+    Y_ptr,
+    dS0_ptr,
+    do_sb,
+    do_st,
+    do_sh,
+    T,
+    NT,
+    HV,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    HAS_DST: gl.constexpr,
+    DS0: gl.constexpr,
+    VARLEN: gl.constexpr,
+    NW: gl.constexpr,
+):
     K: gl.constexpr = 128
     STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, 128, 16])
     CHUNK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, 64, 16])
@@ -199,7 +248,7 @@ def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr,
     gam_ptr += tile * K
     row_ptr += tile * 512
     dS_ptr += tile * (V * K) + iv * (BV * K)
-    Y_ptr += (tile + HV) * (64 * V) + iv * BV         # one chunk behind, see the loop
+    Y_ptr += (tile + HV) * (64 * V) + iv * BV  # one chunk behind, see the loop
     do_ptr += b.to(gl.int64) * do_sb + (row0 + last * 64).to(gl.int64) * do_st + hv.to(gl.int64) * do_sh + iv * BV
 
     i128 = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, R128)), 1)
@@ -214,7 +263,8 @@ def reverse_hopper_kernel(do_ptr, doc_ptr, Qp_ptr, Kp_ptr, Kb_ptr, A_ptr, M_ptr,
     l64 = gl.arange(0, 64, LINE)
     js = gl.arange(0, 128, gl.SliceLayout(0, STATE))
     sp = (seg.to(gl.int64) * HV + hv) * (K * V) + (
-        gl.expand_dims(js, 0) * V + gl.expand_dims(iv * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1))
+        gl.expand_dims(js, 0) * V + gl.expand_dims(iv * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
+    )
     if HAS_DST:
         dS = gl.load(dST_ptr + sp).to(gl.float32)
     else:

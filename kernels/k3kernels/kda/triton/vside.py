@@ -4,9 +4,9 @@
   P  = s dO S^T, -beta Y S^T, V' dS^T   [64, K]               state terms of dq, dk
   W  = Gam . rowsum_V(S . dS)   [K]                           state term of the gate's gradient
   dv = beta Y
-(dL here is the gradient of beta's cofactor in L, k_i . k_j e^(G_i - G_j).)  Four row sums replace what would otherwise be reductions over the key channels of the next stage, because each token's
-output is linear in its q, and its update is quadratic in its k:
-  q . dq = o . dO          k . dk = 2 Y . V' - beta Y . v          dbeta_logit = (1 - beta) Y . V'          dA_ii = dO_i . V'_i
+(dL here is the gradient of beta's cofactor in L, k_i . k_j e^(G_i - G_j).)  Four row sums replace what would otherwise
+be reductions over the next stage's key channels: a token's output is linear in its q, its update quadratic in its k.
+  q . dq = o . dO      k . dk = 2 Y . V' - beta Y . v      dbeta_logit = (1 - beta) Y . V'      dA_ii = dO_i . V'_i
 """
 
 import triton
@@ -16,11 +16,41 @@ from .common import chunk_rows, dot
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
-def vside_kernel(v_ptr, o_ptr, do_ptr, table_ptr, Y_ptr, vn_ptr, h_ptr, dS_ptr, gam_ptr, row_ptr,
-                 dv_ptr, db_ptr, dA_ptr, dL_ptr, P_ptr, w_ptr,
-                 v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, NT, HV, scale,
-                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                 VARLEN: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
+def vside_kernel(
+    v_ptr,
+    o_ptr,
+    do_ptr,
+    table_ptr,
+    Y_ptr,
+    vn_ptr,
+    h_ptr,
+    dS_ptr,
+    gam_ptr,
+    row_ptr,
+    dv_ptr,
+    db_ptr,
+    dA_ptr,
+    dL_ptr,
+    P_ptr,
+    w_ptr,
+    v_sb,
+    v_st,
+    v_sh,
+    do_sb,
+    do_st,
+    do_sh,
+    T,
+    NT,
+    HV,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    VARLEN: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
     pid = tl.program_id(0)
     hv = pid % HV
     cg = pid // HV

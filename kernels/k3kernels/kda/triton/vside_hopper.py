@@ -1,7 +1,7 @@
 """`vside.py` with explicit layouts, for K = V = 128 channels and bf16.
 
-All tiles that feed a tensor-core product are copied to shared memory at the start (112 KB, two programs per multiprocessor);
-results leave through the buffers of operands that are no longer needed, in 16-byte stores.
+All tiles that feed a tensor-core product are copied to shared memory at the start (112 KB, two programs per
+multiprocessor); results leave through the buffers of operands that are no longer needed, in 16-byte stores.
 """
 
 from triton.experimental import gluon
@@ -30,9 +30,35 @@ def _fetch(ptr, st, R: gl.constexpr, n):
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "HV"])
-def vside_hopper_kernel(v_ptr, o_ptr, do_ptr, table_ptr, Y_ptr, vn_ptr, h_ptr, dS_ptr, gam_ptr, row_ptr,
-                        dv_ptr, db_ptr, dA_ptr, dL_ptr, P_ptr, w_ptr,
-                        v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, NT, HV, scale, VARLEN: gl.constexpr):
+def vside_hopper_kernel(
+    v_ptr,
+    o_ptr,
+    do_ptr,
+    table_ptr,
+    Y_ptr,
+    vn_ptr,
+    h_ptr,
+    dS_ptr,
+    gam_ptr,
+    row_ptr,
+    dv_ptr,
+    db_ptr,
+    dA_ptr,
+    dL_ptr,
+    P_ptr,
+    w_ptr,
+    v_sb,
+    v_st,
+    v_sh,
+    do_sb,
+    do_st,
+    do_sh,
+    T,
+    NT,
+    HV,
+    scale,
+    VARLEN: gl.constexpr,
+):
     pid = gl.program_id(0)
     hv = pid % HV
     cg = pid // HV
