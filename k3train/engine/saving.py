@@ -90,7 +90,8 @@ class Saver:
             raise CheckpointError(f"{self._folder} is still being written; poll before the next save")
         self._open_group()
         self._folder, self._error = folder, None
-        self._thread = threading.Thread(target=self._run, args=(content, folder, seal), name="checkpoint")
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None  # a thread starts on device 0
+        self._thread = threading.Thread(target=self._run, args=(content, folder, seal, device), name="checkpoint")
         self._thread.start()
 
     def poll(self, *, wait: bool) -> Path | None:
@@ -118,9 +119,12 @@ class Saver:
             self._group = dist.new_group(backend="gloo")
 
     def _run(
-        self, content: Callable[[], dict[str, Any]], folder: Path, seal: Callable[[Checksums], None] | None
-    ) -> None:
+        self, content: Callable[[], dict[str, Any]], folder: Path, seal: Callable[[Checksums], None] | None,
+        device: int | None,
+    ) -> None:  # fmt: skip
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             self._write(_prepare(content(), check=False), folder, seal)
         except BaseException as error:
             self._error = error

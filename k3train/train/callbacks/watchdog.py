@@ -40,7 +40,7 @@ class Watchdog(Callback):
         if self.seconds <= 0:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self._out = self.file.open("w")  # open before it is needed: a hang may be the file system's
+        self._out = self.file.open("a")  # open before it is needed: a hang may be the file system's
         self._feed(trainer, "start")
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
