@@ -93,4 +93,4 @@ def test_a_stopped_rank_does_not_hold_the_others_for_ever(tmp_path: Path, monkey
     _, errors = launcher.communicate(timeout=180)
     assert launcher.returncode == 75, errors
     assert "rank 0 did not end with the others and is being ended" in errors
-    assert "rank 1 has been in step" in (run.run / "logs/hang-rank1.txt").read_text()
+    assert "rank 1 has been in " in (run.run / "logs/hang-rank1.txt").read_text()
