@@ -16,6 +16,7 @@ from tests.kernels.test_kda_golden import CASES, GOLDEN
 
 pytest.importorskip("triton")
 from k3kernels.kda import kda
+from k3kernels.kda.triton import plan
 from k3kernels.kda.triton.api import kda_triton
 from k3kernels.kda.triton.common import FLOOR2
 from k3kernels.kda.triton.plan import block_size, choose
@@ -99,6 +100,23 @@ def test_no_tokens() -> None:
 
 def test_batch_and_grouped_value_heads() -> None:
     check(kda_inputs(B=2, T=20, H=1, HV=2), bound=-5.0)
+
+
+@pytest.mark.parametrize(("segments", "T"), [(2, 100), (3, 130)], ids=["two segments", "three segments"])
+def test_stream_cut_into_segments(segments: int, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "split_stream", lambda *_: segments)
+    inputs = kda_inputs(T=T, H=1)
+    inputs["z"] = inputs["z"] - 4  # so that a state outlives a segment
+    if segments == 2:
+        del inputs["initial_state"]
+    check(inputs, bound=-5.0)
+
+
+def test_only_long_streams_with_few_heads_are_cut() -> None:
+    assert plan.split_stream(chunks=1024, programs=64, processors=132) == 1
+    assert plan.split_stream(chunks=1024, programs=32, processors=132) == 4
+    assert plan.split_stream(chunks=1024, programs=8, processors=132) == 8
+    assert plan.split_stream(chunks=100, programs=8, processors=132) == 1
 
 
 def test_scale() -> None:

@@ -77,6 +77,12 @@ def test_explicit_layouts_on_packed_documents(columns: int, bound: float | None)
     check(x, bound=bound, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32, device="cuda"))
 
 
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
+def test_explicit_layouts_in_segments(columns: int, bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "split_stream", lambda *_: 4)
+    check(make("open gates", 500), bound=bound)
+
+
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 65, 1000])
 def test_explicit_layouts_at_length(T: int) -> None:
     check(make("random", T, B=2, H=1, HV=2), tol=1.5e-2, bound=-5.0)

@@ -4,9 +4,12 @@
 |---|---|---|
 | `index.py` | chunk table of a packed stream | chunks |
 | `prep.py` | gate, norms, A, (I + L)^-1, decayed q and k | chunks x value heads |
-| `state.py` | state and output | documents x value heads x V slices |
-| `reverse.py` | adjoint state | documents x value heads x V slices |
+| `state.py` | state and output | sequences (or segments) x value heads x V slices |
+| `reverse.py` | adjoint state | sequences (or segments) x value heads x V slices |
 | `vside.py` | products over value channels, dv, dbeta | chunks x value heads |
 | `kside.py` | dq, dk, dz and the parameters' partial sums | chunks x value heads x K slices |
-| `api.py` | shapes, buffers, launch parameters, autograd | |
+| `*_hopper.py` | the same in Gluon for K = V = 128, bf16, sm_90; `hopper.py` their instructions | |
+| `plan.py` | which kernels, tile sizes, segments | |
+| `passes.py` | the serial passes, whole or in segments | |
+| `api.py` | buffers, launches, autograd | |
 """

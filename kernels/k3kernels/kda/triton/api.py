@@ -8,22 +8,12 @@ from torch import Tensor
 
 from .kside import kside_kernel
 from .kside_hopper import kside_hopper_kernel
+from .passes import F32, launch, reverse_pass, state_pass, strides
 from .plan import Problem, plan
 from .prep import prep_kernel
 from .prep_hopper import invert_kernel, prep_hopper_kernel
-from .reverse import reverse_kernel
-from .state import state_kernel
-from .state_hopper import reverse_hopper_kernel, state_hopper_kernel
 from .vside import vside_kernel
 from .vside_hopper import vside_hopper_kernel
-
-F32 = torch.float32
-
-
-def launch(kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
-    """One launch; nothing to do for an empty grid."""
-    if programs > 0:
-        kernel[(programs,)](*args, **meta)
 
 
 def _rows(x: Tensor, aligned: bool) -> Tensor:
@@ -35,14 +25,11 @@ def _rows(x: Tensor, aligned: bool) -> Tensor:
     return x if ok else x.clone(memory_format=torch.contiguous_format)
 
 
-def _st(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
 @dataclass
 class Saved:
     """Buffers that the forward pass leaves for the backward pass, indexed by tile: Q+, K+, Kb [64, K]; A, M [64, 64];
-    Gam [K]; row scalars [8, 64] (beta, 1/|q|, 1/|k|, then three of vside.py); state at the chunk's start [V, K]; V'."""
+    Gam [K]; row scalars [8, 64] (beta, 1/|q|, 1/|k|, then three of vside.py); state at the chunk's start [V, K]; V'; and the
+    transition matrices of the segments, if the stream was cut."""
 
     Qp: Tensor
     Kp: Tensor
@@ -53,9 +40,14 @@ class Saved:
     row: Tensor
     h: Tensor
     vn: Tensor
+    moves: Tensor
+
+    @property
+    def tiles(self) -> tuple[Tensor, ...]:
+        return self.Qp, self.Kp, self.Kb, self.A, self.M, self.gam, self.row
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.Qp, self.Kp, self.Kb, self.A, self.M, self.gam, self.row, self.h, self.vn
+        return *self.tiles, self.h, self.vn, self.moves
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -86,9 +78,22 @@ def forward(
         _empty(q, n, 8, 64, dtype=F32),
         _empty(q, *((n, p.V, p.K) if save else (0,))),
         _empty(q, *((n, 64, p.V) if save else (0,))),
+        _empty(q, 0),
     )
     inputs = (q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A)
-    sizes = (s.gam, s.row, *_st(q), *_st(k), *_st(z), *_st(beta), p.T, p.NT, p.HV, p.scale, p.bound or 0.0)
+    sizes = (
+        s.gam,
+        s.row,
+        *strides(q),
+        *strides(k),
+        *strides(z),
+        *strides(beta),
+        p.T,
+        p.NT,
+        p.HV,
+        p.scale,
+        p.bound or 0.0,
+    )
     gate = {"BOUNDED": p.bound is not None, "BS": c.block}
     if c.hopper:
         L = _empty(q, n, 3, 32, 32, dtype=torch.float16)
@@ -97,14 +102,7 @@ def forward(
     else:
         launch(prep_kernel, n, *inputs, s.M, *sizes, K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
     o = _empty(v, p.B, p.T, p.HV, p.V)
-    ST = _empty(v, p.N, p.HV, p.K, p.V, dtype=F32) if final else None
-    args = (v, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, S0, o, s.h, s.vn, ST, *_st(v), p.T, p.NT, p.HV)
-    flags = {"V": p.V, "BV": c.state_bv, "HAS_S0": S0 is not None, "SAVE": save, "FINAL": final}
-    programs = p.N * p.HV * (p.V // c.state_bv)
-    if c.hopper:
-        launch(state_hopper_kernel, programs, *args, **flags, VARLEN=varlen, NW=c.state_warps, num_warps=c.state_warps)
-    else:
-        launch(state_kernel, programs, *args, **flags, K=p.K, **p.meta, NS=1, num_warps=c.state_warps)
+    ST, s.moves = state_pass(p, s.tiles, v, (o, s.h, s.vn), S0, final, save)
     return o, ST, s
 
 
@@ -128,16 +126,7 @@ def backward(
     varlen = p.table is not None
     dS = _empty(q, n, p.V, p.K)
     Y = _empty(q, n, 64, p.V)
-    dS0 = _empty(q, p.N, p.HV, p.K, p.V, dtype=F32) if want_dS0 else None
-    args = (do, p.doc, s.Qp, s.Kp, s.Kb, s.A, s.M, s.gam, s.row, dST, dS, Y, dS0, *_st(do), p.T, p.NT, p.HV)
-    flags = {"V": p.V, "BV": c.state_bv, "HAS_DST": dST is not None, "DS0": want_dS0}
-    programs = p.N * p.HV * (p.V // c.state_bv)
-    if c.hopper:
-        launch(
-            reverse_hopper_kernel, programs, *args, **flags, VARLEN=varlen, NW=c.state_warps, num_warps=c.state_warps
-        )
-    else:
-        launch(reverse_kernel, programs, *args, **flags, K=p.K, **p.meta, NS=1, num_warps=c.state_warps)
+    dS0 = reverse_pass(p, s.tiles, do, (dS, Y), s.moves, dST, want_dS0)
 
     dv = _empty(v, p.B, p.T, p.HV, p.V)
     db = _empty(beta, p.B, p.T, p.HV)
@@ -161,8 +150,8 @@ def backward(
         dL,
         P,
         w,
-        *_st(v),
-        *_st(do),
+        *strides(v),
+        *strides(do),
         p.T,
         p.NT,
         p.HV,
@@ -195,9 +184,9 @@ def backward(
         dz,
         pA,
         pb,
-        *_st(q),
-        *_st(k),
-        *_st(z),
+        *strides(q),
+        *strides(k),
+        *strides(z),
         p.T,
         p.NT,
         p.HV,

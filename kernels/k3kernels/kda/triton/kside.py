@@ -238,8 +238,8 @@ def kside_kernel(
     t0 = tl.arange(0, 32)
     I = t0[:, None]
     J = t0[None, :]
-    live0 = J < n
-    live1 = J < n - 32
+    live0 = (t0 < n)[None, :]
+    live1 = (t0 + 32 < n)[None, :]
     j64 = J.to(tl.int64)
     qo = j64 * q_st + dn
     ko = j64 * k_st + dn

@@ -39,6 +39,13 @@ def split_values(states: int, processors: int) -> bool:
     return rounds[1] * 0.52 < rounds[0]
 
 
+def split_stream(chunks: int, programs: int, processors: int) -> int:
+    """Segments of a single long stream.  Cut in n, the passes take 3/n (forward) and 2/n (backward) of their time, so that
+    fewer than 4 do not pay; a segment of fewer than 32 chunks would be start-up."""
+    n = min(8, processors // programs, chunks // 32)
+    return n if n >= 4 else 1
+
+
 def block_size(bound: float | None, low: bool) -> int:
     """Tokens of a middle-anchored block: the largest whose factors stay in range (common.py); low: bf16 operands."""
     if bound is None:
@@ -78,6 +85,7 @@ class Problem:
     doc: Tensor | None
     dtype: torch.dtype
     config: Config
+    segments: int
 
     @property
     def tiles(self) -> int:
@@ -116,4 +124,7 @@ def plan(
         table, doc, nc = chunk_table(cu_seqlens, T)
     hopper, processors = _device(q.device.index or 0) if q.is_cuda else (False, 1)
     c = choose(K, V, q.dtype, bound, n * HV, hopper and z.dtype == q.dtype, processors)
-    return Problem(B, T, H, HV, K, V, n, nt, nc, bound, K**-0.5 if scale is None else scale, table, doc, q.dtype, c)
+    scale = K**-0.5 if scale is None else scale
+    single = B == 1 and cu_seqlens is None and K == V
+    segments = split_stream(nt, HV * (V // c.state_bv), processors) if single else 1
+    return Problem(B, T, H, HV, K, V, n, nt, nc, bound, scale, table, doc, q.dtype, c, segments)
