@@ -9,6 +9,11 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a small machine
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported, by whichever test comes first: without a GPU its kernels are interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from k3train.platform import cpu
 
@@ -19,8 +24,6 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests skip by themselves where there are not enough devices."""
-    import torch
-
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         for marker, needed in (("gpu", 1), ("gpu2", 2)):
@@ -36,7 +39,6 @@ def golden() -> Path:
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     """Process groups of a single process; yields the layout."""
-    import torch
     import torch.distributed as dist
 
     from k3train.parallel import layout
