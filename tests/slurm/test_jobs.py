@@ -40,8 +40,8 @@ def test_a_stopped_job_is_requeued_and_goes_on_at_the_next_step(desk: Desk, stop
 
 
 def test_a_job_at_its_time_limit_saves_and_is_requeued(desk: Desk) -> None:
-    job = desk.submit("cluster.time='00:01:00'", "cluster.signal_lead=45", do="run:150:0.5")
-    assert desk.slurm.ends(job, 400) == "COMPLETED", desk.log()
+    job = desk.submit("cluster.time='00:02:00'", "cluster.signal_lead=60", do="run:150:0.5")
+    assert desk.slurm.ends(job, 900) == "COMPLETED", desk.log()
     assert int(desk.slurm.job(job)["Restarts"]) >= 1
     assert desk.steps() == list(range(1, 151))
 
