@@ -38,12 +38,18 @@ def run(config: Config) -> int:
 def act(action: str) -> int | None:
     if action == "user_error":
         raise DataError("the corpus is a teapot; give it tea")
+    broken = Path(os.environ["FAKE_OUT"], "broken")
     if action == "fault":
+        broken.touch()
         raise RuntimeError("something broke inside")
     if action == "late_fault":
-        time.sleep(1.0)
+        until = time.monotonic() + 30
+        while not broken.exists() and time.monotonic() < until:  # a slow machine may start the other rank much later
+            time.sleep(0.02)
+        time.sleep(1.5)
         raise RuntimeError("a consequence")
     if action == "kill":
+        broken.touch()
         os.kill(os.getpid(), 9)
     if action == "hang":
         time.sleep(300)
