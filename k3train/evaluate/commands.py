@@ -69,6 +69,8 @@ def _recall(model: Any, settings: Config, suite: str, config: Config, device: An
 
     length = settings.train.seq_length
     task = parse_task(suite)
-    dataset = RecallDataset(task, length, model.ctx.model.vocab_size, seed=settings.run.seed, stream=HELD_OUT)
+    dataset = RecallDataset(
+        task, length, vocab_size=model.ctx.model.vocab_size, seed=settings.run.seed, stream=HELD_OUT
+    )
     batches = evaluation_batches(dataset, config.evaluate.samples, micro_batch_size=1, device=device)
     return {"accuracy": str(recall(model, batches, length))}

@@ -14,6 +14,7 @@ from k3train.config.schema import Config
 from k3train.engine.base import Batch
 from k3train.errors import ConfigError
 from k3train.parallel.layout import Layout
+from k3train.train import recall
 
 
 class Source:
@@ -39,11 +40,14 @@ def as_engine_batches(batches: Iterator[Any]) -> Iterator[Batch]:
 
 @dataclass
 class RunData:
-    """train: the batch source. held_out(): this rank's validation micro-batches and how many."""
+    """train: the batch source. held_out(): this rank's validation micro-batches and how many.
+
+    Synthetic recall has no tokenizer, and 0 tokens a byte.
+    """
 
     train: Source
     held_out: Callable[[], tuple[Iterator[Batch], int]] | None  # None where nothing is held out
-    tokenizer: Path
+    tokenizer: Path | None
     tokens_per_byte: float
     unigram_loss: float | None
 
@@ -51,10 +55,13 @@ class RunData:
 def prepare_data(config: Config, layout: Layout, device: torch.device, say: Callable[[str], None]) -> RunData:
     """Tokenize the corpus once (rank 0; found again by its contents), then open it on every rank.
 
-    Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
+    Raises ConfigError when the model's vocabulary is smaller than the tokenizer's, DataError as the corpus' own room.
     """
+    if config.data.prefix is None and config.data.corpus.startswith(recall.PREFIX):
+        training, held_out = recall.datasets(config)
+        say(f"data: {config.data.corpus} (guessing among its values costs {training.chance_nats:.3f} nats)")
+        return _run_data(config, layout, device, training, held_out, None, 0.0, None)
     from k3data.dataset import TextDataset, open_corpus
-    from k3data.loader import GlobalBatchLoader, evaluation_batches, evaluation_steps
 
     data, train, model = config.data, config.train, config.model
     manifest = open_corpus(
@@ -69,16 +76,30 @@ def prepare_data(config: Config, layout: Layout, device: torch.device, say: Call
             f"the tokenizer has {manifest.vocab_size} tokens but model.vocab_size is {model.vocab_size}; "
             f"type model.vocab_size={-(-manifest.vocab_size // 128) * 128}"
         )
-    ranks = {"dp_rank": layout.dp.rank(), "dp_size": layout.sizes.data, "micro_batch_size": train.micro_batch}
-    micro_batches = train.global_batch // (train.micro_batch * layout.sizes.data)
     dataset = TextDataset(
         manifest, "train", train.seq_length, seed=config.run.seed, samples=train.steps * train.global_batch,
         cache=data.cache,
     )  # fmt: skip
-    loader = GlobalBatchLoader(dataset, num_microbatches=micro_batches, device=device, **ranks)
     if not manifest.valid.tokens:
-        return RunData(Source(loader), None, manifest.tokenizer, 0.0, None)
+        return _run_data(config, layout, device, dataset, None, manifest.tokenizer, 0.0, None)
     held_out = TextDataset(manifest, "valid", train.seq_length, cache=data.cache)
+    about = (manifest.tokenizer, manifest.tokens_per_byte, manifest.unigram_nats)
+    return _run_data(config, layout, device, dataset, held_out, *about)
+
+
+def _run_data(
+    config: Config, layout: Layout, device: torch.device, training: Any, held_out: Any, tokenizer: Path | None,
+    tokens_per_byte: float, unigram_loss: float | None,
+) -> RunData:  # fmt: skip
+    """Loaders of this rank over a training and a held-out dataset (None: nothing is held out)."""
+    from k3data.loader import GlobalBatchLoader, evaluation_batches, evaluation_steps
+
+    train = config.train
+    ranks = {"dp_rank": layout.dp.rank(), "dp_size": layout.sizes.data, "micro_batch_size": train.micro_batch}
+    micro_batches = train.global_batch // (train.micro_batch * layout.sizes.data)
+    source = Source(GlobalBatchLoader(training, num_microbatches=micro_batches, device=device, **ranks))
+    if held_out is None:
+        return RunData(source, None, tokenizer, 0.0, None)
     steps = evaluation_steps(
         held_out, train.eval_samples, micro_batch_size=train.micro_batch, dp_size=layout.sizes.data
     )
@@ -86,7 +107,7 @@ def prepare_data(config: Config, layout: Layout, device: torch.device, say: Call
     def validation() -> tuple[Iterator[Batch], int]:
         return as_engine_batches(evaluation_batches(held_out, train.eval_samples, device=device, **ranks)), steps
 
-    return RunData(Source(loader), validation, manifest.tokenizer, manifest.tokens_per_byte, manifest.unigram_nats)
+    return RunData(source, validation, tokenizer, tokens_per_byte, unigram_loss)
 
 
 def _progress(say: Callable[[str], None]) -> Callable[[str, int, int], None]:

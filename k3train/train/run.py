@@ -85,14 +85,18 @@ class _Run:
         self._finish(trainer, engine, data, rate)
         return 0 if trainer.finished else launch.EXIT_REQUEUE
 
-    def _lay_out(self, tokenizer: Path) -> None:
-        """The run folder with its configuration and tokenizer. Raises EnvironmentError_ where it cannot be written."""
+    def _lay_out(self, tokenizer: Path | None) -> None:
+        """The run folder with its configuration and, for text, its tokenizer.
+
+        Raises EnvironmentError_ where it cannot be written.
+        """
         from k3train.config import compose
 
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             compose.save_resolved(self.config, self.folder / "config.yaml")
-            shutil.copyfile(tokenizer, self.folder / "tokenizer.json")
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, self.folder / "tokenizer.json")
         except OSError as error:
             raise EnvironmentError_(
                 f"{self.folder} cannot be written ({error.strerror or error}); make room or allow writing there, or "
@@ -123,6 +127,7 @@ class _Run:
         from k3train.tracking.progress import Progress
         from k3train.tracking.tracker import Tracker
         from k3train.tracking.wandb import WandbSettings
+        from k3train.train import recall
         from k3train.train.callbacks.checkpointing import Checkpointing
         from k3train.train.callbacks.evaluation import Evaluation
         from k3train.train.callbacks.guard import Guard
@@ -172,7 +177,9 @@ class _Run:
         ]
         if data.held_out is not None:
             every = config.train.eval_every
-            callbacks.insert(6, Evaluation(every, data.held_out, data.tokens_per_byte, data.unigram_loss))
+            by_recall = recall.accuracy if data.tokenizer is None and config.engine.name == "megatron" else None
+            evaluation = Evaluation(every, data.held_out, data.tokens_per_byte, data.unigram_loss, by_recall)
+            callbacks.insert(6, evaluation)
         return Trainer(config, engine, data.train, state, callbacks, is_main=self.is_main, say=self.say)
 
     def _resume(self, engine: Any) -> tuple[Any, bool]:
@@ -210,7 +217,8 @@ class _Run:
 
         sample = None
         wanted = self.config.train.sample_tokens > 0 and self.config.engine.name == "megatron"
-        if wanted and trainer.finished:  # a run that was asked to stop has no time to write
+        # a run that was asked to stop has no time to write; one on recall has no words
+        if wanted and trainer.finished and data.tokenizer is not None:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(data.tokenizer))
@@ -239,7 +247,7 @@ class _Run:
             how = "with a checkpoint" if trainer.state.step else "before the first step"
             sentence = f"Stopped ({trainer.stop_reason}) {how}. The same command goes on: {self._command()}"
         else:
-            sentence = f"Next: k3train generate run.name={self.config.run.name} 'generate.prompt=\"def \"'"
+            sentence = self._next(data.tokenizer is not None)
         if "train/mfu" in trainer.shared.get("rates", {}):
             self._print_mfu(rows, trainer.shared["rates"])
         if sample is not None:
@@ -267,6 +275,12 @@ class _Run:
         from k3train.train.sampling import greedy
 
         return greedy(engine, prompt, count)
+
+    def _next(self, text: bool) -> str:
+        name, corpus = self.config.run.name, self.config.data.corpus
+        if text:
+            return f"Next: k3train generate run.name={name} 'generate.prompt=\"def \"'"
+        return f"Next: k3train evaluate run.name={name} 'evaluate.suites=[\"{corpus}\"]'"
 
     def _command(self) -> str:
         return f"k3train train run.name={self.config.run.name}"

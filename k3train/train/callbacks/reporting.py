@@ -60,7 +60,10 @@ def closing_rows(trainer: Trainer, tokens_per_second: float, unigram_loss: float
         rows.append(("loss, first and last step", f"{state.first_loss:.4f} -> {state.last_loss:.4f}"))
     if validation:
         rows.append(("validation loss", f"{validation['valid/loss']:.4f} nats a token"))
-        rows.append(("validation bits per byte", f"{validation['valid/bits_per_byte']:.4f}"))
+        if "valid/bits_per_byte" in validation:
+            rows.append(("validation bits per byte", f"{validation['valid/bits_per_byte']:.4f}"))
+        if "valid/recall_accuracy" in validation:
+            rows.append(("held-out recall accuracy", f"{100 * validation['valid/recall_accuracy']:.1f} %"))
     if unigram_loss is not None:
         rows.append(("unigram model's validation loss", f"{unigram_loss:.4f}"))
     if tokens_per_second > 0:
