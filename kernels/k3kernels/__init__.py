@@ -7,6 +7,7 @@ Needs torch, and triton for the GPU paths; nothing else of this project.
 | `k3kernels.kda` | Kimi Delta Attention with everything that the layer fuses around the recurrence |
 | `k3kernels.conv` | depthwise causal short convolution with SiLU |
 | `k3kernels.norm` | RMS norm of the attention output times a sigmoid gate |
+| `k3kernels.mxfp4` | rows sorted by expert times experts packed in MXFP4 |
 | `k3kernels.linear_attention`, `delta_rule`, `gated_delta` | the rungs below KDA, for the ladder of mixers |
 
 Shape legend, used in every docstring and as suffixes of names:
