@@ -50,6 +50,7 @@ def test_bad_steps_in_a_row_lead_back_to_the_checkpoint_and_past_their_samples(t
     assert json.loads((job.run / "checkpoints/left_out.json").read_text()) == {"left_out": [[20, 32]], "rollbacks": [4]}
 
 
+@pytest.mark.ops
 def test_left_out_samples_are_remembered_across_a_restart(tmp_path: Path) -> None:
     job = warm.start(tmp_path, "run", *EVERY, "train.stop_after=9", inject=POISON, samples=[20, 24, 31], kind="nan")
     assert job.wait() == [75], job.output()
@@ -62,6 +63,7 @@ def test_left_out_samples_are_remembered_across_a_restart(tmp_path: Path) -> Non
     assert again.losses() == clean.losses()
 
 
+@pytest.mark.ops
 def test_no_checkpoint_to_go_back_to_is_a_clear_error(tmp_path: Path) -> None:
     job = warm.start(tmp_path, "run", *EVERY, inject=POISON, samples=[0, 4, 8], kind="nan")
     assert job.wait() == [2]
@@ -69,6 +71,7 @@ def test_no_checkpoint_to_go_back_to_is_a_clear_error(tmp_path: Path) -> None:
     assert "smaller optim.lr" in job.output()
 
 
+@pytest.mark.ops
 def test_a_run_that_keeps_failing_gives_up(tmp_path: Path) -> None:
     job = warm.start(tmp_path, "run", *EVERY, inject=POISON, samples=list(range(20, 400)), kind="nan")
     assert job.wait() == [2]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,16 +12,15 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from k3train.errors import CheckpointError
 from k3train.train import checkpoint as disk
+from tests.train import warm
 
-SMALL = ["train=smoke", "train.sample_tokens=0", "tracking.wandb=disabled", "checkpoint.every=1000"]
+WHOLE_MODEL = ["model.pattern='KKKF*2 F'", "model.hidden_size=128", "train.seq_length=128"]
 
 
 def train(folder: Path, name: str, *overrides: str) -> str:
-    words = [sys.executable, "-m", "k3train.cli", "train", *SMALL, f"run.name={name}", f"run.dir={folder}", *overrides]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=300, check=False)
-    assert done.returncode in (0, 75), done.stdout + done.stderr
-    return done.stdout
+    job = warm.start(folder, name, *WHOLE_MODEL, *overrides)
+    assert job.wait(300)[0] in (0, 75), job.output()
+    return job.output()
 
 
 def losses(folder: Path) -> list[tuple[int, float, float]]:
