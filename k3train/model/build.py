@@ -16,6 +16,7 @@ from k3train.model.parameters import initialize_parameters
 from k3train.parallel.layout import Layout, Sizes
 from k3train.parallel.pipeline import Chunk, split_layers
 from k3train.parallel.transport import Borders, StageLink, borders
+from k3train.planning.parameters import full_attention, latent_projections, linear_mixer
 
 
 def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_cpu: bool) -> TransformerConfig:
@@ -64,31 +65,42 @@ def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_
     )
 
 
-def stage_ranges(
-    model: ModelConfig, sizes: Sizes, layout: str | None, costs: list[float] | None = None
-) -> list[tuple[int, int]]:
-    """Layers [first, last) of every stage, in the order data flows."""
-    layers = len(expand_pattern(model.pattern, model.hybrid))
-    return split_layers(layers, sizes.pipeline * sizes.virtual, layout, costs)
+def layer_costs(model: ModelConfig) -> list[float]:
+    """Weights that a token passes through in each layer, the head's with the last layer: the work of a layer, nearly.
+
+    Attention over the sequence and the recurrence are left out: they are small beside the products at the lengths that
+    are pipelined.
+    """
+    moe, d = model.moe, model.hidden_size
+    mixers = {"K": linear_mixer(model)["projections"], "F": full_attention(model)["projections"]}
+    dense = 3 * d * model.dense_hidden
+    routed = moe.top_k * 3 * (moe.latent or d) * moe.expert_hidden + latent_projections(model) + moe.experts * d
+    sparse = routed + 3 * d * moe.shared_experts * moe.expert_hidden
+    kinds = expand_pattern(model.pattern, model.hybrid)
+    costs = [float(mixers[kind] + (dense if i < model.dense_layers else sparse)) for i, kind in enumerate(kinds)]
+    costs[-1] += d * model.vocab_size
+    return costs
 
 
-def chunks_of_rank(
-    model: ModelConfig, sizes: Sizes, rank: int, layout: str | None, costs: list[float] | None = None
-) -> list[Chunk]:
+def stage_ranges(model: ModelConfig, sizes: Sizes, layout: str | None) -> list[tuple[int, int]]:
+    """Layers [first, last) of every stage, in the order data flows: as `layout` says, else balanced by cost."""
+    costs = layer_costs(model)
+    return split_layers(len(costs), sizes.pipeline * sizes.virtual, layout, costs)
+
+
+def chunks_of_rank(model: ModelConfig, sizes: Sizes, rank: int, layout: str | None) -> list[Chunk]:
     """The model chunks of pipeline rank `rank`, one a virtual stage."""
-    ranges = stage_ranges(model, sizes, layout, costs)
+    ranges = stage_ranges(model, sizes, layout)
     total = len(ranges)
     stages = [v * sizes.pipeline + rank for v in range(sizes.virtual)]
     return [Chunk(s, *ranges[s], embeds=s == 0, heads=s == total - 1) for s in stages]
 
 
-def stage_borders(
-    model: ModelConfig, sizes: Sizes, layout: str | None, transport: str, costs: list[float] | None = None
-) -> Borders:
+def stage_borders(model: ModelConfig, sizes: Sizes, layout: str | None, transport: str) -> Borders:
     """How many tensors of the depth state cross each border of the pipeline."""
     mode, block = model.attention_residuals, model.residual_block
     return borders(
-        stage_ranges(model, sizes, layout, costs), sizes.pipeline, transport,
+        stage_ranges(model, sizes, layout), sizes.pipeline, transport,
         lambda layer: tensors_before_layer(mode, layer, block), lambda layer: source_ends_before(mode, layer, block),
     )  # fmt: skip
 

@@ -39,7 +39,8 @@ class Sizes:
     def describe(self) -> str:
         parts = [("TP", self.tensor), ("PP", self.pipeline), ("VPP", self.virtual), ("CP", self.context)]
         parts += [("EP", self.expert), ("DP", self.data)]
-        return " ".join(f"{n}{v}" + ("+SP" if n == "TP" and self.sequence_parallel else "") for n, v in parts if v > 1) or "one process"
+        words = [f"{n}{v}" + ("+SP" if n == "TP" and self.sequence_parallel else "") for n, v in parts if v > 1]
+        return " ".join(words) or "one process"
 
 
 def sizes_from_config(parallel: ParallelConfig, world: int) -> Sizes:
@@ -54,7 +55,8 @@ def sizes_from_config(parallel: ParallelConfig, world: int) -> Sizes:
             f"start a multiple of {model_ranks} ranks or change one of the three"
         )
     sequence = parallel.tensor > 1 if parallel.sequence is None else parallel.sequence and parallel.tensor > 1
-    return Sizes(world, parallel.tensor, parallel.pipeline, parallel.virtual, parallel.context, parallel.expert, sequence)
+    p = parallel
+    return Sizes(world, p.tensor, p.pipeline, p.virtual, p.context, p.expert, sequence)
 
 
 @dataclass

@@ -18,7 +18,9 @@ class Chunk:
     heads: bool
 
 
-def split_layers(layers: int, chunks: int, layout: str | None = None, costs: list[float] | None = None) -> list[tuple[int, int]]:
+def split_layers(
+    layers: int, chunks: int, layout: str | None = None, costs: list[float] | None = None
+) -> list[tuple[int, int]]:
     """Layer ranges of `chunks` stages in the order data flows.
 
     layout: "E K K K|F K|..." gives each stage's letters (E the embedding, L the head; both optional and only first
@@ -28,7 +30,9 @@ def split_layers(layers: int, chunks: int, layout: str | None = None, costs: lis
     if layout is not None:
         return _parse_layout(layers, chunks, layout)
     if layers < chunks:
-        raise LayoutError(f"{layers} layers cannot fill {chunks} pipeline stages; lower parallel.pipeline or parallel.virtual")
+        raise LayoutError(
+            f"{layers} layers cannot fill {chunks} pipeline stages; lower parallel.pipeline or parallel.virtual"
+        )
     return _balance(costs or [1.0] * layers, chunks)
 
 
@@ -46,7 +50,10 @@ def _parse_layout(layers: int, chunks: int, layout: str) -> list[tuple[int, int]
         extra |= {"L"} if number == chunks - 1 else set()
         bad = set(letters) - {"K", "F"} - extra
         if bad:
-            raise LayoutError(f"parallel.pipeline_layout: {sorted(bad)} in stage {number} of {layout!r}; use K and F, E only first, L only last")
+            raise LayoutError(
+                f"parallel.pipeline_layout: {sorted(bad)} in stage {number} of {layout!r}; use K and F, E only first, "
+                "L only last"
+            )
         count = sum(c in "KF" for c in letters)
         ranges.append((position, position + count))
         position += count

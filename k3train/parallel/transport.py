@@ -84,7 +84,7 @@ def borders(
 
 
 class StageLink:
-    """One stage's ends of its two borders. Chunks of a rank are linked by `earlier`, whose kept leaves this one takes."""
+    """One stage's ends of its two borders. A rank's chunks are linked by `earlier`, whose kept leaves this one takes."""
 
     def __init__(self, table: Borders, stage: int, earlier: StageLink | None) -> None:
         self.table, self.stage, self.earlier = table, stage, earlier
@@ -150,11 +150,11 @@ class Communicator(P2PCommunicator):
         interleaved = config.virtual_pipeline_model_parallel_size is not None
         if interleaved and (config.batch_p2p_comm or not config.overlap_p2p_comm):
             raise LayoutError(
-                "virtual pipeline stages need overlap_p2p_comm=True and batch_p2p_comm=False: batched transfers between "
-                "two ranks are ambiguous in the interleaved schedule, and silently wrong"
+                "virtual pipeline stages need overlap_p2p_comm=True and batch_p2p_comm=False: batched transfers "
+                "between two ranks are ambiguous in the interleaved schedule, and silently wrong"
             )
         config = copy.copy(config)
-        config.variable_seq_lengths = True  # makes the base class ask `_communicate_shapes`, which answers from the table
+        config.variable_seq_lengths = True  # the base class then asks `_communicate_shapes`: the table answers
         super().__init__(group, config)
         self.table, self.tokens = table, tokens
         self.chunks = table.stages // table.pipeline
@@ -183,8 +183,9 @@ class Communicator(P2PCommunicator):
         return [slots * self.tokens, 1, self.config.hidden_size]  # type: ignore[attr-defined]
 
     def _communicate_shapes(
-        self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, recv_prev: bool, recv_next: bool
-    ) -> tuple[list[int], list[int]]:
+        self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[list[int], list[int]]:  # fmt: skip
         for direction, tensor in (("forward", tensor_send_next), ("backward", tensor_send_prev)):
             if tensor is not None:
                 self.sent[direction].append(tensor.numel() * tensor.element_size())

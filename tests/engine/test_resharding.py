@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.assemble import assemble
 from tests.parallel.compare import RELATIVE, differences, one_process
 from tests.parallel.pool import pool
-from tests.parallel.assemble import assemble
 
 CHAIN: list[tuple[int, dict[str, Any]]] = [
     (4, {"tensor": 2, "pipeline": 2}),

@@ -8,11 +8,13 @@ import pytest
 
 from k3train.errors import LayoutError
 from k3train.model.attention_residuals import source_ends_before, tensors_before_layer
+from k3train.model.build import layer_costs, stage_borders
+from k3train.parallel.layout import Sizes
 from k3train.parallel.pipeline import split_layers
 from k3train.parallel.transport import Borders, borders
 from tests.parallel.compare import differences, one_process, train
 from tests.parallel.pool import pool
-from tests.parallel.tiny import MICRO, SEQUENCE
+from tests.parallel.tiny import MICRO, SEQUENCE, tiny_model
 
 
 def table(layers: int, block: int, pipeline: int, virtual: int, transport: str, mode: str = "block") -> Borders:
@@ -83,7 +85,7 @@ def test_an_unknown_transport_is_refused_by_name() -> None:
 def test_bytes_of_every_transfer_follow_the_closed_form(world: int, pipeline: int, virtual: int, transport: str) -> None:
     sizes = {"pipeline": pipeline, "virtual": virtual, "transport": transport}
     ranks = pool(world).run("tests.parallel.transport_cases:one_step", sizes=sizes)
-    t = table(9, 4, pipeline, virtual, transport)
+    t = stage_borders(tiny_model(), Sizes(world, pipeline=pipeline, virtual=virtual), None, transport)
     one = {s: t.bytes_received(s, MICRO * SEQUENCE, 32, 4) for s in range(t.stages)}
     for rank, seen in enumerate(ranks):
         mine = [v * pipeline + rank for v in range(virtual)]
@@ -118,3 +120,23 @@ def test_gradients_of_kept_sources_matter() -> None:
 def test_virtual_stages_refuse_batched_transfers() -> None:
     message: list[Any] = pool(2).run("tests.parallel.transport_cases:batched", sizes={"pipeline": 2, "virtual": 2})
     assert all("silently wrong" in m for m in message)
+
+
+def test_layers_are_split_by_their_cost() -> None:
+    """A wide head takes the work of layers, so the last stage gets fewer of them; a given layout is left alone."""
+    model = tiny_model()
+    model.vocab_size = 4096
+    costs = layer_costs(model)
+    ranges = split_layers(9, 3, None, costs)
+    loads = [sum(costs[first:last]) for first, last in ranges]
+    assert ranges[-1][1] - ranges[-1][0] < 3 and max(loads) < max(sum(costs[i : i + 3]) for i in (0, 3, 6))
+    assert split_layers(9, 3, "E K K K|F K K|K F F L", costs) == [(0, 3), (3, 6), (6, 9)]
+
+
+def test_costs_add_up_to_the_weights_that_a_token_passes_through() -> None:
+    from k3train.planning.parameters import count
+
+    model = tiny_model()
+    parts = count(model)
+    vectors = parts.attention_residuals + parts.norms
+    assert 0 <= parts.active - vectors - sum(layer_costs(model)) < 0.05 * parts.active

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +25,8 @@ from k3train.parallel import layout as layouts
 SEQUENCE, MICRO, GLOBAL = 32, 2, 8  # tokens a sequence, sequences a micro-batch, sequences a step
 SEED = 3
 GAINS = {
-    "embedding.weight": 10.0, "attention.q_proj.weight": 3.0, "attention.k_proj.weight": 3.0, "attention.v_proj.weight": 3.0,
-    "experts.w1": 3.0, "experts.w3": 3.0,
+    "embedding.weight": 10.0, "attention.q_proj.weight": 3.0, "attention.k_proj.weight": 3.0,
+    "attention.v_proj.weight": 3.0, "experts.w1": 3.0, "experts.w3": 3.0,
 }  # fmt: skip
 
 
@@ -130,11 +129,3 @@ def make_engine(sizes: dict[str, Any], overrides: dict[str, Any] | None = None, 
     perturb(engine, seed)
     return engine
 
-
-def dotted(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of a configuration by dotted key."""
-    leaves: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        leaves |= dotted(value, f"{prefix}{f.name}.") if dataclasses.is_dataclass(value) else {prefix + f.name: value}
-    return leaves
