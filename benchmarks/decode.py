@@ -22,13 +22,17 @@ from dataclasses import dataclass
 
 import torch
 
-from k3train.config.compose import compose
-from k3train.config.schema import ModelConfig, expand_pattern
-from k3train.inference import decoder as decoding
-from k3train.inference.cache import Cache, LatentCache, bytes_per_token, new_cache
-from k3train.inference.loading import start_process
-from k3train.model.kda import KDA
-from k3train.parallel.layout import Layout
+from k3train.platform import install
+
+install()  # before megatron is imported: a machine without a GPU needs its adapter
+
+from k3train.config.compose import compose  # noqa: E402
+from k3train.config.schema import ModelConfig, expand_pattern  # noqa: E402
+from k3train.inference import decoder as decoding  # noqa: E402
+from k3train.inference.cache import Cache, LatentCache, bytes_per_token, new_cache  # noqa: E402
+from k3train.inference.loading import start_process  # noqa: E402
+from k3train.model.kda import KDA  # noqa: E402
+from k3train.parallel.layout import Layout  # noqa: E402
 
 CPU_MEMORY = 4_000_000  # bytes that --tiny pretends to have for caches
 
