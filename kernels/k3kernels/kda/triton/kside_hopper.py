@@ -64,7 +64,7 @@ def _product(a, b):
 @gluon.jit
 def _map(x, m, HT: gl.constexpr):
     """x @ m with x in two terms."""
-    if gl.bfloat16 == HT:
+    if HT == gl.bfloat16:  # noqa: SIM300
         hi = bf16(x)
         lo = bf16(x - fp32(hi))
     else:
