@@ -12,6 +12,9 @@ from k3train.errors import ConfigError
 
 def evaluate(config: Config) -> int:
     """Print one table (and write evaluation.json into the run folder) for the suites of `evaluate.suites`."""
+    from k3train.platform import install
+
+    install()  # before megatron is imported: a machine without a GPU needs its adapter
     from k3train.inference.loading import load_decoder, open_source, start_process
     from k3train.tracking.progress import final_table
 

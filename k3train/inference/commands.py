@@ -11,6 +11,9 @@ from k3train.errors import ConfigError
 
 def generate(config: Config) -> int:
     """Write the continuation of `generate.prompt` (or of each line of `prompts_file`) to stdout, as it comes."""
+    from k3train.platform import install
+
+    install()  # before megatron is imported: a machine without a GPU needs its adapter
     from k3train.inference.generate import Sampling
     from k3train.inference.generate import generate as run
     from k3train.inference.loading import load_decoder, open_source, start_process
