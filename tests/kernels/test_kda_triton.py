@@ -21,6 +21,7 @@ from k3kernels.kda.triton.api import kda_triton
 from k3kernels.kda.triton.common import FLOOR2
 from k3kernels.kda.triton.plan import block_size, choose
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's overflow in entries that are masked later
 kda_naive = partial(kda, backend="naive")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -71,14 +71,16 @@ def forward(
     c, n = p.config, p.tiles
     varlen = p.table is not None
     s = Saved(
-        *(_empty(q, n, 64, p.K) for _ in range(3)),
-        _empty(q, n, 64, 64),
-        _empty(q, n, 64, 64),
-        _empty(q, n, p.K, dtype=F32),
-        _empty(q, n, 8, 64, dtype=F32),
-        _empty(q, *((n, p.V, p.K) if save else (0,))),
-        _empty(q, *((n, 64, p.V) if save else (0,))),
-        _empty(q, 0),
+        Qp=_empty(q, n, 64, p.K),
+        Kp=_empty(q, n, 64, p.K),
+        Kb=_empty(q, n, 64, p.K),
+        A=_empty(q, n, 64, 64),
+        M=_empty(q, n, 64, 64),
+        gam=_empty(q, n, p.K, dtype=F32),
+        row=_empty(q, n, 8, 64, dtype=F32),
+        h=_empty(q, *((n, p.V, p.K) if save else (0,))),
+        vn=_empty(q, *((n, 64, p.V) if save else (0,))),
+        moves=_empty(q, 0),
     )
     inputs = (q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A)
     sizes = (
@@ -167,7 +169,7 @@ def backward(
     dq, dk = (_empty(q, p.B, p.T, p.HV, p.K, dtype=q.dtype if group == 1 else F32) for _ in range(2))
     dz = _empty(z, p.B, p.T, p.HV, p.K)
     pA, pb = (_empty(q, p.NC, p.HV, p.K, dtype=F32) for _ in range(2))
-    args = (
+    kside_args = (
         q,
         k,
         z,
@@ -194,12 +196,12 @@ def backward(
     )
     gate = {"BOUNDED": p.bound is not None, "BS": c.block}
     if c.hopper:
-        launch(kside_hopper_kernel, n * 2, *args, GROUP=group, K=p.K, VARLEN=varlen, **gate, num_warps=4)
+        launch(kside_hopper_kernel, n * 2, *kside_args, GROUP=group, K=p.K, VARLEN=varlen, **gate, num_warps=4)
     else:
         launch(
             kside_kernel,
             n * (p.K // c.kside_bd),
-            *args,
+            *kside_args,
             K=p.K,
             BD=c.kside_bd,
             **p.meta,
