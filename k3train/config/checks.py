@@ -231,6 +231,10 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model.dense_layers={m.dense_layers} exceeds the {len(pattern)} layers of model.pattern")
     if m.mtp_layers not in (0, 1):
         raise ConfigError(f"model.mtp_layers={m.mtp_layers} must be 0 or 1")
+    if m.mtp_layers:
+        raise ConfigError(
+            "model.mtp_layers=1: multi-token prediction is not part of this version; type model.mtp_layers=0"
+        )
     if moe.latent_norm and moe.latent is None:
         raise ConfigError("model.moe.latent_norm=true needs model.moe.latent; type model.moe.latent_norm=false")
     for key, width in (
@@ -267,8 +271,8 @@ def _check_training(config: Config) -> None:
                 f"schedule.batch_ramp={s.batch_ramp!r} must be START:INCREMENT:STEPS; type "
                 f"schedule.batch_ramp='{max(1, t.global_batch // 4)}:{max(1, t.global_batch // 4)}:100'"
             )
-    if o.qk_clip is not None and not o.qk_clip > 0:
-        raise ConfigError(f"optim.qk_clip={o.qk_clip} must be above 0, or null")
+    if o.qk_clip is not None:
+        raise ConfigError(f"optim.qk_clip={o.qk_clip}: QK-Clip is not part of this version; type optim.qk_clip=null")
 
 
 def _check_layout(config: Config) -> None:

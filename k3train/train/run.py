@@ -112,9 +112,9 @@ class _Run:
 
     def _engine(self, layout: Any) -> Any:
         if self.config.engine.name == "deepspeed":
-            from k3train.engine.deepspeed import DeepSpeedEngine
+            from k3train.errors import EnvironmentError_
 
-            return DeepSpeedEngine(self.config, layout, self.device)
+            raise EnvironmentError_("engine=deepspeed is not part of this version; type engine=megatron")
         from k3train.engine.megatron import MegatronEngine
 
         return MegatronEngine(self.config, layout, self.device)
