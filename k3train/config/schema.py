@@ -169,7 +169,7 @@ class TrainConfig:
     sample_tokens: int = 48  # greedy sample written at the end; 0: none
     sample_prompt: str = "def "
     profile: str | None = None  # "start:stop" steps to trace
-    threads: int = 0  # torch CPU threads a process; 0: cores / local processes
+    threads: int = 0  # torch CPU threads a process; 0: half of the cores, shared by the local processes
     watchdog_seconds: float = 600.0  # patience with a hung step after the first
     max_norm_growth: float | None = 20.0  # a gradient norm above this many running medians is a bad step; null: never
     max_bad_steps: int = 5  # NaN or exploding steps in a row before falling back to a checkpoint

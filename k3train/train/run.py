@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from k3train import platform
 from k3train.config.schema import Config
 from k3train.errors import EnvironmentError_
 
@@ -15,7 +16,7 @@ from k3train.errors import EnvironmentError_
 def run_training(config: Config) -> int:
     """Train, or go on training, the run that the configuration names. Returns the exit code: 0 when all steps are
     done, launch.EXIT_REQUEUE when the run stopped early with a checkpoint."""
-    from k3train import platform, signals
+    from k3train import signals
 
     signals.listen()  # from here on a stop request is kept until the loop can honour it
 
@@ -37,10 +38,13 @@ def _device() -> str:
 
 
 def _set_threads(config: Config, local_world: int) -> None:
+    """Half of the cores a process: the operations of models that train on a CPU are too small to share well."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.train.threads or max(1, cores // max(1, local_world)))
+    torch.set_num_threads(config.train.threads or max(1, cores // (2 * max(1, local_world))))
+    if not torch.cuda.is_available():
+        platform.keep_freed_memory()
 
 
 class _Run:
