@@ -7,6 +7,7 @@ import ctypes
 # malloc.h of glibc
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _LARGEST = 2**31 - 1
+_MMAP_MOST = 1 << 25  # glibc takes no more
 
 
 def keep_freed_memory() -> bool:
@@ -18,5 +19,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    settings = ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 1 << 26))
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    taken = [mallopt(*setting) for setting in ((_MMAP_THRESHOLD, _MMAP_MOST), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 1 << 26))]
+    return all(taken)
