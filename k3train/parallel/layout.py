@@ -104,6 +104,7 @@ class Layout:
 
 
 _made: list[dist.ProcessGroup] = []  # the groups of the layout in force
+_in_force: list[tuple[Sizes, int]] = []  # that layout and its timeout, if there is one
 
 
 def _release() -> None:
@@ -117,9 +118,12 @@ def _release() -> None:
 
 
 def initialize(sizes: Sizes, *, timeout_minutes: int = 30) -> Layout:
-    """Make (or re-make) megatron's process groups for `sizes`; `torch.distributed` must be initialised."""
+    """Make megatron's process groups for `sizes`, or find them made; `torch.distributed` must be initialised."""
+    alive = dist.distributed_c10d._world.pg_map
+    if _in_force == [(sizes, timeout_minutes)] and _made and all(group in alive for group in _made):
+        return Layout(sizes, ProcessGroupCollection.use_mpu_process_groups())
     _release()
-    before = set(dist.distributed_c10d._world.pg_map)
+    before = set(alive)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
@@ -130,4 +134,5 @@ def initialize(sizes: Sizes, *, timeout_minutes: int = 30) -> Layout:
         distributed_timeout_minutes=timeout_minutes,
     )
     _made.extend(g for g in dist.distributed_c10d._world.pg_map if g not in before)
+    _in_force[:] = [(sizes, timeout_minutes)]
     return Layout(sizes, ProcessGroupCollection.use_mpu_process_groups())
