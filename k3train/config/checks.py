@@ -314,11 +314,6 @@ def _check_layout(config: Config) -> None:
         raise LayoutError(
             f"parallel.context={p.context} is built for model.mixer=kda, not {m.mixer}; type parallel.context=1"
         )
-    if (p.tensor > 1 or p.context > 1) and m.balancing == "aux_loss":
-        raise LayoutError(
-            "model.balancing=aux_loss measures the load of whole sequences, which tensor and context ranks share; "
-            "type parallel.tensor=1 parallel.context=1 or model.balancing=quantile"
-        )
     stream = t.micro_batch * t.seq_length
     pieces = p.context * (p.tensor if sequence_parallel(config) else 1) * (2 if p.context > 1 else 1)
     if stream % pieces:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -18,6 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.distributed.checkpoint.api import CheckpointException
 
 from k3train.config.schema import Config
 from k3train.engine import gradients, plain_state
@@ -26,6 +28,7 @@ from k3train.engine.gate import UpdateGate
 from k3train.engine.saving import Checksums, Saver
 from k3train.engine.sharded_state import model_state, sharded_tensor
 from k3train.engine.snapshot import HostCopies, optimizer_twin
+from k3train.errors import CheckpointError
 from k3train.model.build import build_chunks, chunks_of_rank, link_stages, make_context, stage_borders
 from k3train.model.context import PackedStream
 from k3train.model.k3 import K3Model
@@ -380,7 +383,16 @@ class MegatronEngine:
     def load(self, folder: Path, *, optimizer: bool = True) -> dict[str, Any]:
         """Read a checkpoint written under any layout; returns the small state saved beside it."""
         wanted = self.sharded_state(loading=True, optimizer=optimizer)
-        loaded = dist_checkpointing.load(wanted, str(folder))
+        try:
+            loaded = dist_checkpointing.load(wanted, str(folder))
+        except (KeyError, CheckpointingException, CheckpointException) as error:  # the last is torch's
+            what = str(error).strip().splitlines()[-1]
+            raise CheckpointError(
+                f"{folder} does not hold what this run asks for ({what}): it was written by another model, or its "
+                "optimizer kept its state otherwise (optim.name, parallel.distributed_optimizer); type these as they "
+                "were, or start another run from its weights alone: run.name=OTHER checkpoint.load=... "
+                "checkpoint.load_optimizer=false"
+            ) from error
         with torch.no_grad():
             for model in self.models:
                 for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -158,9 +158,8 @@ def test_micro_batches_of_a_step() -> None:
     [
         (["optim=muon", "parallel.data=2", "parallel.overlap_param_gather=true"], "overlap_param_gather=false"),
         (["model.mixer=linear", "parallel.context=2"], "type parallel.context=1"),
-        (["model.balancing=aux_loss", "parallel.tensor=2"], "model.balancing=quantile"),
     ],
-    ids=["Muon has no parameter gather to overlap", "context parallelism is KDA's", "an auxiliary loss of shared tokens"],
+    ids=["Muon has no parameter gather to overlap", "context parallelism is KDA's"],
 )
 def test_combinations_that_are_not_built_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
