@@ -13,6 +13,8 @@ from k3train import launch
 from k3train.config.compose import compose
 from k3train.errors import EnvironmentError_
 
+pytestmark = pytest.mark.ops  # kills, signals and launches of several processes
+
 TWO = ["parallel.data=2", "train.micro_batch=1"]
 
 
