@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from k3train.model.k3 import K3Model
 from k3train.parallel.layout import Layout
 from k3train.parallel.transport import Communicator
 from k3train.train import optimizer as muon_optimizer
+from k3train.train.qk_clip import QKClip
 
 UNIT_LR = 1.0
 """The peak rate that optimizer groups name. Every step sets the real one; in a checkpoint megatron knows a group again
@@ -67,6 +69,7 @@ class MegatronEngine:
         self.ddp = self._wrap()
         self.optimizer = self._make_optimizer()
         self.gate = UpdateGate(self.optimizer, device)
+        self.qk_clip = self._make_qk_clip()
         self.saver, self._first_save = Saver(), True
 
     # -- building ---------------------------------------------------------------------------------------------------
@@ -145,6 +148,11 @@ class MegatronEngine:
             id(p) for m in self.models for n, p in m.named_parameters() if muon_optimizer.is_muon(n, p.k3, muon)
         }
         return muon_optimizer.register(muon, self.layout, lambda p: id(p) in matrices)
+
+    def _make_qk_clip(self) -> QKClip | None:
+        tau = self.config.optim.qk_clip
+        self.ctx.track_logits = tau is not None
+        return None if tau is None else QKClip(tau, self.models, self.optimizer, self.layout)
 
     def _finalize(self, models: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
         # replicated-but-partial gradients first: the data-parallel reduction may leave a rank only its own shard
@@ -236,6 +244,8 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=False)
         result = StepResult(loss_sum / max(tokens, 1), tokens)
+        if self.qk_clip is not None:
+            result.extra |= self.qk_clip.measure()
         if not math.isfinite(result.loss):
             return self._skipped(result)
         for group in self.optimizer.param_groups:
@@ -257,6 +267,11 @@ class MegatronEngine:
         for router in gradients.routers(self.models):
             router.load = router.counts = None
         return result
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Without captured graphs while inside: every operation is launched by Python, for traces by part."""
+        yield
 
     def micro_batches(self, samples: int) -> int:
         """Micro-batches of this rank in a global batch of `samples` sequences."""

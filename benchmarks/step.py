@@ -1,0 +1,279 @@
+"""The whole training step on one GPU: tokens/s, MFU, and where the time goes.
+
+    python benchmarks/step.py                                  # model=k3_proxy, sequence 8192, bf16
+    python benchmarks/step.py --arms base,balanced,residuals_off,balancing_none --json out.json
+    python benchmarks/step.py --arms base model=k3_tiny train.seq_length=512     # any override of k3train
+
+Each arm trains a few steps of the engine that `k3train train` uses: forward and backward of all micro-batches, gradient
+norm and clipping, optimizer, balancing. tokens/s is over whole steps, by the median step. MFU is model FLOPs (the
+convention of k3train.planning.flops, printed) over 989.5 TFLOP/s. The split is a trace of one more step, eager, by part;
+the idle share is of a traced step as it is trained. `natural` routing is what the router of a fresh model chooses
+on tokens with Zipf's frequencies; `balanced` forces every expert to the same number of tokens.
+Documents end inside the sequences (about 2000 tokens each), so every part works on packed documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "data")]
+
+ARMS: dict[str, list[str]] = {
+    "base": [],
+    "balanced": [],
+    "eager": ["train.cuda_graphs=none"],
+    "local": ["model.backend=local"],
+    "torch": ["model.backend=torch"],
+    "te": ["model.backend=te"],
+    "residuals_off": ["model.attention_residuals=off"],
+    "balancing_none": ["model.balancing=none"],
+    "recompute_none": ["train.recompute=none"],
+    "recompute_selective": ["train.recompute=selective"],
+    "recompute_unit": ["train.recompute=unit"],
+    "recompute_full": ["train.recompute=full"],
+    "muon": ["optim=muon"],
+}
+"""What each arm overrides. The base is model=k3_proxy with AdamW."""
+
+BASE = [
+    "model=k3_proxy", "run.name=step", "train.seq_length=8192", "train.micro_batch=2", "train.global_batch=8",
+    "train.precision=bf16", "tracking.wandb=disabled", "optim.lr=1e-4",
+]  # fmt: skip
+
+
+def batches(config: Any, step: int, micro_batches: int) -> Iterator[dict[str, Any]]:
+    """Micro-batches of packed documents with Zipf-distributed tokens: a function of the step alone."""
+    import torch
+
+    s, b, vocabulary = config.train.seq_length, config.train.micro_batch, config.model.vocab_size
+    for m in range(micro_batches):
+        generator = torch.Generator().manual_seed(1_000_003 * step + m)
+        uniform = torch.rand(b * s + 1, generator=generator)
+        tokens = torch.exp(uniform * torch.log(torch.tensor(float(vocabulary)))).long().clamp_(1, vocabulary) - 1
+        count = max(1, s // 2000)
+        cuts = torch.randint(1, s, (b, count), generator=generator) + torch.arange(b)[:, None] * s
+        edges = torch.cat([cuts.flatten(), torch.arange(1, b + 1) * s]).unique()
+        mask = torch.ones(b * s)
+        mask[edges - 1] = 0
+        cu = torch.cat([torch.zeros(1, dtype=torch.int64), edges]).to(torch.int32)
+        yield {
+            "tokens": tokens[:-1].contiguous(),
+            "labels": tokens[1:].contiguous(),
+            "loss_mask": mask,
+            "cu_seqlens": cu,
+        }
+
+
+def force_balanced(engine: Any, tokens: int) -> None:
+    """Send token t to experts t*k ... t*k + k - 1 modulo E in every layer, so that all get the same number."""
+    import torch
+
+    from k3train.engine.gradients import routers
+
+    moe = engine.config.model.moe
+    slots = torch.arange(tokens * moe.top_k, device=engine.device) % moe.experts
+    for router in routers(engine.models):
+        router.forced = slots.view(tokens, moe.top_k)
+
+
+def make_engine(config: Any) -> Any:
+    import torch
+
+    from k3train import launch, platform
+    from k3train.engine.megatron import MegatronEngine
+    from k3train.parallel import layout as layouts
+
+    place = launch.init_distributed(config)
+    platform.install_adam()
+    layout = layouts.initialize(layouts.sizes_from_config(config.parallel, place.world))
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return MegatronEngine(config, layout, device)
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def syncs(run: Any) -> Counter[str]:
+    """Operations inside `run` that make the host wait for the GPU, by the line that caused them."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Counter(
+        f"{Path(w.filename).parent.name}/{Path(w.filename).name}:{w.lineno}"
+        for w in seen
+        if "synchroniz" in str(w.message)
+    )
+
+
+def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: bool, keep: Path | None) -> Any:
+    """One arm: build, warm up, time, trace. Returns what to print."""
+    import torch
+
+    from k3train.config.compose import compose
+    from k3train.planning import flops, memory
+    from k3train.train import profiling
+
+    config = compose([*BASE, *ARMS[name], *overrides])
+    cuda = torch.cuda.is_available()
+    begin = time.perf_counter()
+    engine = make_engine(config)
+    built = time.perf_counter() - begin
+    micro = engine.micro_batches(config.train.global_batch)
+    tokens = config.train.global_batch * config.train.seq_length
+    if name == "balanced":
+        force_balanced(engine, config.train.seq_length * config.train.micro_batch)
+    number = iter(range(1 << 30))
+
+    def step(count: int = micro) -> Any:
+        return engine.step(iter(list(batches(config, next(number), count))), config.optim.lr, count)
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    results = [step(), step()]
+    synchronize()
+    warm = time.perf_counter() - begin
+    times = []
+    for _ in range(steps):
+        prepared = list(batches(config, next(number), micro))
+        synchronize()
+        begin = time.perf_counter()
+        results.append(engine.step(iter(prepared), config.optim.lr, micro))
+        synchronize()
+        times.append(time.perf_counter() - begin)
+    seconds = statistics.median(times)
+    counted = flops.flops_per_token(config.model, config.train.seq_length)
+    rate = tokens / seconds
+    found: dict[str, Any] = {
+        "arm": name, "overrides": ARMS[name] + overrides, "tokens_per_second": rate, "step_seconds": seconds,
+        "spread": (max(times) - min(times)) / seconds, "tflops": counted * rate / 1e12, "flops_per_token": counted,
+        "mfu": counted * rate / 1e12 / flops.PEAK_TFLOPS, "tokens_per_step": tokens, "micro_batches": micro,
+        "losses": [r.loss for r in results], "built": built, "warm": warm,
+        "planned_gb": memory.estimate(config, 1).total / 1e9,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+        "reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if cuda else None,
+    }  # fmt: skip
+    load = results[-1].load
+    if load is not None:
+        found["max_vio"] = float((load.double().max(-1).values / load.double().mean(-1) - 1).mean())
+    folder = keep or Path(tempfile.mkdtemp())
+    if split:
+        path = folder / f"step_{name}.json"
+        with profiling.traced(path):
+            step()
+        whole = profiling.read_trace(path)
+        found["idle"] = whole.idle
+        found["busy_ms"], found["wall_ms"], found["kernels"] = whole.busy, whole.wall, whole.launches
+        path.unlink()
+        with engine.eager(), profiling.annotated(engine), profiling.traced(path):
+            step()
+        parts = profiling.read_trace(path)
+        found["split_ms"], found["matmul_ms"], found["micro_in_split"] = parts.parts, parts.matmul, micro
+        found["split_table"], found["top"] = parts.table(), parts.top()
+        path.unlink()
+    if audit and cuda:
+        found["syncs"] = dict(syncs(step))
+        with engine.eager():
+            found["syncs_eager"] = dict(syncs(step))
+    return found
+
+
+def release() -> None:
+    """Give the memory of the last arm back."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def show(found: dict[str, Any]) -> str:
+    lines = [
+        f"== {found['arm']} {' '.join(found['overrides'])}",
+        f"{found['tokens_per_second']:,.0f} tokens/s, {found['tflops']:.1f} TFLOP/s, MFU {found['mfu']:.1%} "
+        f"({found['flops_per_token']:.4g} FLOP a token x tokens/s over 989.5e12); step {found['step_seconds']:.3f} s of "
+        f"{found['tokens_per_step']} tokens in {found['micro_batches']} micro-batches, spread {found['spread']:.1%}",
+        f"losses {' '.join(f'{x:.3f}' for x in found['losses'])}; MaxVio {found.get('max_vio', float('nan')):.2f}; "
+        f"built in {found['built']:.1f} s, first two steps {found['warm']:.1f} s",
+    ]
+    if found["peak_gb"] is not None:
+        lines.append(
+            f"peak memory {found['peak_gb']:.1f} GB allocated, {found['reserved_gb']:.1f} reserved; "
+            f"planned {found['planned_gb']:.1f}"
+        )
+    if "idle" in found:
+        lines += [
+            f"GPU idle inside a step: {found['idle']:.1%} ({found['kernels']} kernels, traced)", found["split_table"],
+            found["top"],
+        ]  # fmt: skip
+    for key in ("syncs", "syncs_eager"):
+        if key in found:
+            lines.append(f"{key}: {sum(found[key].values())} {found[key]}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default="base,balanced", help=f"some of {', '.join(ARMS)}")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps an arm")
+    parser.add_argument("--no-split", action="store_true", help="do not trace")
+    parser.add_argument("--split-all", action="store_true", help="trace every arm, not only the first")
+    parser.add_argument("--audit", action="store_true", help="count what makes the host wait")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--keep", type=Path, help="folder for traces while they are read")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    unknown = set(options.arms.split(",")) - set(ARMS)
+    if unknown:
+        parser.error(f"--arms: {', '.join(sorted(unknown))}: not one of {', '.join(ARMS)}")
+    from k3train import platform
+    from k3train.config.compose import compose
+    from k3train.planning import flops
+
+    platform.install()
+    config = compose([*BASE, *options.overrides])
+    print(flops.formula(config.model, config.train.seq_length), flush=True)
+    results = []
+    for i, arm in enumerate(options.arms.split(",")):
+        try:
+            found = measure(
+                arm, options.overrides, steps=options.steps, audit=options.audit and i == 0, keep=options.keep,
+                split=not options.no_split and (i == 0 or options.split_all),
+            )  # fmt: skip
+        except Exception as error:  # the other arms are still worth their time
+            print(f"== {arm}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            if arm == "base":
+                raise
+            continue
+        finally:
+            release()
+        results.append(found)
+        print(show(found), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
