@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from k3kernels.conv import short_convolution
@@ -21,10 +20,12 @@ from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
 from k3train.parallel.slices import QueryBlock, Slice, cut, swapped_blocks
 
 if TYPE_CHECKING:
+    from k3train.model.backend import Backend
     from k3train.model.context import ModelContext, PackedStream
     from k3train.model.kda import KDA
 
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Watch = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def _bounds(stream: PackedStream) -> list[int]:
@@ -147,9 +148,12 @@ class _StateScan(torch.autograd.Function):
 
 
 def latent_attention(
-    ctx: ModelContext, q: torch.Tensor, latent: torch.Tensor, expand: Expand, stream: PackedStream, scale: float
-) -> torch.Tensor:
+    ctx: ModelContext, q: torch.Tensor, latent: torch.Tensor, expand: Expand, stream: PackedStream, scale: float,
+    watch: Watch | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention inside documents over the whole stream: q [T/P, H, K], latent [T/P, C] -> [T/P, H, V].
+
+    watch: is shown queries and keys of every piece, once.
 
     The latents travel, not the keys they expand to. Since contiguous slices would leave the first ranks idle under the
     causal mask, ranks trade half of their query rows with their mirror and trade the results back.
@@ -159,8 +163,11 @@ def latent_attention(
         stream.cache["query_blocks"] = swapped_blocks(_bounds(stream), group.size(), group.rank())
     blocks: list[QueryBlock] = stream.cache["query_blocks"]  # type: ignore[assignment]
 
+    shown = [watch]  # taken by the first pass: the backward runs the core again
+
     def core(q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-        return attend_blocks(q, gather_rows(latent, group), expand, blocks, scale)
+        once = shown.pop() if shown else None
+        return attend_blocks(ctx.backend, q, gather_rows(latent, group), expand, blocks, scale, once)
 
     # keys and values of the whole stream exist only while the core runs; the backward gathers and expands them again
     out = checkpoint(core, swap_halves(q, group), latent, use_reentrant=False, preserve_rng_state=False)
@@ -168,8 +175,9 @@ def latent_attention(
 
 
 def attend_blocks(
-    q: torch.Tensor, latents: torch.Tensor, expand: Expand, blocks: list[QueryBlock], scale: float
-) -> torch.Tensor:
+    backend: Backend, q: torch.Tensor, latents: torch.Tensor, expand: Expand, blocks: list[QueryBlock], scale: float,
+    watch: Watch | None = None,
+) -> torch.Tensor:  # fmt: skip
     """q [rows, H, K] of the blocks end to end, latents [T, C] of the whole stream -> [rows, H, V]."""
     needed = merge([(b.first_key, b.last) for b in blocks])
     k, v = expand(torch.cat([latents[a:b] for a, b in needed]) if len(needed) > 1 else latents[slice(*needed[0])])
@@ -183,7 +191,9 @@ def attend_blocks(
         for first, last, first_key in block.pieces:
             rows = q[row : row + last - first]
             keys = slice(base + first_key, base + last)
-            outputs.append(causal_core(rows, k[keys], v[keys], scale))
+            if watch is not None:
+                watch(rows, k[keys])
+            outputs.append(causal_core(backend, rows, k[keys], v[keys], scale))
             row += last - first
     return torch.cat(outputs)
 
@@ -199,9 +209,6 @@ def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def causal_core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_core(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """q [n, H, K] are the last n of the m positions of k [m, H, K], v [m, H, V] -> [n, H, V]."""
-    mask = causal_lower_right(q.shape[0], k.shape[0])
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out[0].transpose(0, 1)
+    return backend.suffix_attention(q, k, v, scale)

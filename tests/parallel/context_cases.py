@@ -118,11 +118,11 @@ def attention_work(bounds: list[int]) -> tuple[int, int]:
     pairs, largest = 0, 0
     real = context_parallel.causal_core
 
-    def counted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def counted(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         nonlocal pairs
         rows, keys = q.shape[0], k.shape[0]
         pairs += rows * (keys - rows) + rows * (rows + 1) // 2
-        return real(q, k, v, scale)
+        return real(backend, q, k, v, scale)
 
     def saved(t: torch.Tensor) -> torch.Tensor:
         nonlocal largest

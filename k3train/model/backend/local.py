@@ -1,7 +1,6 @@
-"""Which linear, norm, attention and grouped-GEMM classes the model is built of.
+"""The `local` backend: megatron-core's tensor-parallel linears, plain-torch norms, attention and experts.
 
-`local` is megatron-core's tensor-parallel linears with plain-torch norms, attention and experts: it runs anywhere.
-Other backends subclass it and replace parts; the modules never ask which one they have.
+It runs anywhere and is the reference for the others, which subclass `Backend` and replace parts.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
-from k3train.errors import EnvironmentError_
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
 
 if TYPE_CHECKING:
@@ -101,6 +100,8 @@ class Backend:
     """Plain torch on megatron-core's tensor-parallel linears."""
 
     name = "local"
+    notice = ""
+    """One sentence for the start of a run: what this backend costs or leaves out."""
 
     column: type[nn.Module] = Column
     row: type[nn.Module] = Row
@@ -117,25 +118,26 @@ class Backend:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask(stream), scale=scale)
         return out.transpose(1, 2).reshape(total, heads, -1)
 
+    def suffix_attention(
+        self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of one document whose last N positions are queries: q [N, H, K], k [M, H, K] -> [N, H, V]."""
+        mask = causal_lower_right(q_NHK.shape[0], k_MHK.shape[0])
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_NHK, k_MHK, v_MHV))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+
     def expert_weight(self, ctx: ModelContext, spec: ParameterSpec) -> nn.Module | nn.Parameter:
         """The stacked experts of this rank, [E_local, out, in], in the form that `grouped_linear` takes."""
         return new_parameter(spec, ctx.layout, ctx.dtype)
 
     def grouped_linear(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Rows of x [N, in], sorted by expert with counts [E] rows each, times weight [E, out, in] -> [N, out]."""
+        """Rows of x [N, in], sorted by expert with counts [E] rows each, times weight [E, out, in] -> [N, out].
+
+        On GPU in bf16 the counts stay on the device; elsewhere they are read on the host.
+        """
         if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
-            offsets = counts.to(x.device).cumsum(0).to(torch.int32)
+            offsets = counts.to(x.device, non_blocking=True).cumsum(0).to(torch.int32)
             return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         rows = counts.tolist()
         parts = [F.linear(part, w) for part, w in zip(x.split(rows), weight.unbind(0))]
         return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])
-
-
-def make_backend(name: str, device: torch.device) -> Backend:
-    """`auto` is local on CPU and the best available on GPU.
-
-    Raises EnvironmentError_ when the named backend cannot run here.
-    """
-    if name in ("auto", "local", "torch"):
-        return Backend()
-    raise EnvironmentError_(f"model.backend={name} is not available on {device.type}; use model.backend=local")
