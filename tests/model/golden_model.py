@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -24,8 +25,8 @@ def tiny_a(attention_residuals: str = "block") -> ModelConfig:
     )  # fmt: skip
 
 
-def build(layout: Layout, dtype: torch.dtype, device: str = "cpu") -> K3Model:
-    ctx = make_context(tiny_a(), layout, dtype, torch.device(device))
+def build(layout: Layout, dtype: torch.dtype, device: str = "cpu", backend: str = "auto") -> K3Model:
+    ctx = make_context(dataclasses.replace(tiny_a(), backend=backend), layout, dtype, torch.device(device))
     return build_chunks(ctx, chunks_of_rank(ctx.model, layout.sizes, 0, None), seed=0)[0]
 
 
