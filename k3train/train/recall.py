@@ -65,6 +65,25 @@ def accuracy(engine: Any, batches: Iterator[Batch], micro_batches: int) -> float
     return float(counts[0] / counts[1].clamp(min=1))
 
 
+def suite_accuracy(engine: Any, config: Config, suite: str, samples: int | None = None) -> float:
+    """`accuracy` on the held-out episodes of another task, `recall:TASK`, in sequences of train.seq_length.
+
+    samples: sequences; None takes train.eval_samples. Raises DataError where the task fits no sequence.
+    """
+    from k3data.loader import evaluation_batches, evaluation_steps
+    from k3data.recall import HELD_OUT, RecallDataset, parse_task
+    from k3train.train.data import as_engine_batches
+
+    train, layout = config.train, engine.layout
+    dataset = RecallDataset(
+        parse_task(suite), train.seq_length, vocab_size=config.model.vocab_size, seed=config.run.seed, stream=HELD_OUT
+    )
+    count = train.eval_samples if samples is None else samples
+    share = {"micro_batch_size": train.micro_batch, "dp_size": layout.sizes.data}
+    batches = evaluation_batches(dataset, count, device=engine.device, dp_rank=layout.dp.rank(), **share)
+    return accuracy(engine, as_engine_batches(batches), evaluation_steps(dataset, count, **share))
+
+
 def most_likely(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Token ids int64 [N] from logits [N, V_local] whose vocabulary is cut over `group`; the lowest of equals."""
     value, index = logits.max(-1)

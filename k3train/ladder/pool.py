@@ -1,0 +1,93 @@
+"""Many arms, some at a time, each in a process forked from one that has imported everything; records appended as lines.
+
+Run again, it trains what is missing: an arm whose record is in the file already is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from k3train.ladder.arms import Arm
+
+PRELOAD = "k3train.ladder.preload"
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """The records of a file, without a torn last line; none where there is no file."""
+    found = []
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def missing(arms: Sequence[Arm], file: Path) -> list[Arm]:
+    """The arms without a record of their seed, overrides and suites, in order."""
+    done = {(r["group"], r["arm"], r["seed"], r["key"]) for r in records(file)}
+    return [arm for arm in arms if arm.key not in done]
+
+
+def run_arm(arm: Arm) -> dict[str, Any]:
+    """Train one arm here; its record."""
+    from k3train.config.compose import compose
+    from k3train.ladder.train import train_arm
+
+    numbers = train_arm(compose(arm.words), list(arm.suites))
+    group, name, seed, key = arm.key
+    return {"group": group, "arm": name, "seed": seed, "key": key, "words": " ".join(arm.words), **numbers}
+
+
+def run_all(
+    arms: Sequence[Arm], file: Path, *, workers: int = 1, seconds: float | None = None,
+    say: Callable[[str], None] = print,
+) -> int:  # fmt: skip
+    """Train the missing arms in `workers` processes at a time and append each record to `file`.
+
+    seconds: no arm is begun after so many. Returns how many failed; their tracebacks are said.
+    """
+    todo = missing(arms, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    say(f"{file}: {len(arms) - len(todo)} of {len(arms)} arms are there, {len(todo)} to train")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    begin, failed = time.monotonic(), 0
+    queue = iter(todo)
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        running = {pool.submit(run_arm, arm): arm for arm, _ in zip(queue, range(workers))}
+        while running:
+            future = next(as_completed(running))
+            arm = running.pop(future)
+            try:
+                record = future.result()
+                with file.open("a") as out:
+                    out.write(json.dumps(record) + "\n")
+                say(f"{arm.group}/{arm.name} seed {arm.seed}: {summary(record)}")
+            except Exception:
+                failed += 1
+                say(f"{arm.group}/{arm.name} seed {arm.seed} failed:\n{traceback.format_exc()}")
+            following = next(queue, None) if seconds is None or time.monotonic() - begin < seconds else None
+            if following is not None:
+                running[pool.submit(run_arm, following)] = following
+    return failed
+
+
+def summary(record: dict[str, Any]) -> str:
+    """A record in a line."""
+    shown = f"{record['steps']} steps in {record['seconds']} s"
+    if record["valid"]:
+        step, loss, *accuracy = record["valid"][-1]
+        shown += f", validation loss {loss:.4f}" + (f", accuracy {accuracy[0]:.3f}" if accuracy else "")
+    if "accuracy" in record:
+        shown += " | " + " ".join(f"{value:.2f}" for value in record["accuracy"].values())
+    return shown
