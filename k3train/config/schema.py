@@ -161,7 +161,11 @@ class TrainConfig:
     seq_length: int = 256
     micro_batch: int = 1  # sequences a rank sees in one forward
     global_batch: int = 8  # sequences in an optimizer step
-    precision: str = "auto"  # auto | fp32 | bf16; auto is bf16 on GPU, fp32 on CPU
+    precision: str = "auto"  # auto | fp32 | bf16 | fp8_block | fp8_current | mxfp8; auto is bf16 on GPU, fp32 on CPU
+    # FP8 recipes leave these parts in BF16 (k3train.config.precision.PARTS); router, mixes over depth and norms always
+    bf16_parts: list[str] = field(
+        default_factory=lambda: ["kda_gates", "router", "attention_residuals", "norms", "head"]
+    )
     log_every: int = 1
     eval_every: int = 50
     eval_samples: int = 32  # held-out sequences
@@ -224,7 +228,8 @@ class ClusterConfig:
 class EngineConfig:
     name: str = "megatron"  # megatron | deepspeed
     zero_stage: int = 1
-    offload: str = "none"  # none | cpu
+    offload: str = "none"  # none | cpu: where ZeRO keeps and updates optimizer state
+    persistent_numel: int = 100_000  # ZeRO-3: parameters of fewer elements stay whole on every rank
 
 
 @dataclass
@@ -309,7 +314,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim.muon.scale": ("block", "matrix"),
     "optim.muon.ns_dtype": ("bf16", "fp32"),
     "schedule.kind": ("cosine", "wsd", "linear"),
-    "train.precision": ("auto", "fp32", "bf16"),
+    "train.precision": ("auto", "fp32", "bf16", "fp8_block", "fp8_current", "mxfp8"),
     "train.recompute": ("none", "full", "unit", "selective"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
     "cluster.launcher": ("srun", "torchrun"),

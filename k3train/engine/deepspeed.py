@@ -1,0 +1,276 @@
+"""The DeepSpeed engine: ZeRO-1, 2 and 3 over data-parallel ranks, with or without optimizer state in CPU memory.
+
+It trains the same modules as the megatron engine, uncut. DeepSpeed sees a torch model whose parameters have two dtypes
+(bf16, and fp32 where K3 keeps fp32) and a torch optimizer; the loss handed to its backward is divided by the tokens of
+the whole global batch, so that what it averages over ranks and adds up over micro-batches is the gradient of the mean.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from k3train.config.schema import Config
+from k3train.engine import deepspeed_state, gradients
+from k3train.engine.base import Batch, StepResult
+from k3train.engine.deepspeed_gate import NormGate
+from k3train.engine.deepspeed_optimizer import build_optimizer
+from k3train.engine.deepspeed_saving import Checksums, UniversalSaver, load_universal
+from k3train.errors import EnvironmentError_
+from k3train.model.build import build_chunks, chunks_of_rank, make_context
+from k3train.model.context import PackedStream
+from k3train.model.k3 import K3Model
+from k3train.parallel.layout import Layout
+
+BUCKET = 200_000_000  # elements that are reduced together, at most
+
+
+def require() -> Any:
+    """The deepspeed package, quiet and told which device it runs on. Raises EnvironmentError_ when it is missing."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise EnvironmentError_(
+            "engine=deepspeed needs the deepspeed package, which is an extra: type `DS_BUILD_OPS=0 uv sync --extra "
+            "deepspeed` (or `DS_BUILD_OPS=0 pip install --no-build-isolation 'k3train[deepspeed]'`), or engine=megatron"
+        )
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    # its shared-memory collectives for CPU ranks are compiled at first use, which takes minutes; gloo's do the same
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class DeepSpeedEngine:
+    """One rank's share of a model that ZeRO divides. Answers the verbs of `k3train.engine.base.Engine`."""
+
+    def __init__(self, config: Config, layout: Layout, device: torch.device) -> None:
+        require()
+        from k3train.engine.megatron import training_dtype
+
+        self.config, self.layout, self.device = config, layout, device
+        self.stage = config.engine.zero_stage
+        dtype = training_dtype(config.train.precision, device)
+        self.ctx = make_context(config.model, layout, dtype, device, recompute=config.train.recompute)
+        chunks = chunks_of_rank(config.model, layout.sizes, 0, None)
+        self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)
+        self.model = self.models[0]
+        self.names = dict(self.model.named_parameters())
+        for parameter in self.names.values():
+            parameter.allreduce = True  # every rank has all experts: no groups of their own, which False asks for
+        self.engine = self._initialize()
+        self.ddp = [self.engine]  # what callbacks put into eval mode and run forwards with
+        self.optimizer = self.engine.optimizer
+        self.gate = NormGate(self.optimizer, self.stage)
+        self.saver = UniversalSaver()
+        self._remembered: dict[str, torch.Tensor] = {}
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """The configuration that DeepSpeed is given."""
+        e, train = self.config.engine, self.config.train
+        cuda, elements = self.device.type == "cuda", sum(p.numel() for p in self.names.values())
+        bucket = min(BUCKET, elements + 4096)
+        zero: dict[str, Any] = {
+            "stage": e.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket - bucket % 2,
+            "overlap_comm": cuda and e.zero_stage > 1,
+            "contiguous_gradients": True,
+            "stage3_prefetch_bucket_size": min(50_000_000, bucket),
+            "stage3_param_persistence_threshold": e.persistent_numel,
+            # one flat partition a parameter group: nothing here is large enough to need swapping in pieces
+            "sub_group_size": 1_000_000_000,
+        }
+        if e.offload == "cpu":
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+        return {
+            "train_micro_batch_size_per_gpu": train.micro_batch,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,  # a step is over when this engine says so: the batch may ramp
+            "gradient_clipping": self.config.optim.clip_grad,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1 << 40,
+        }
+
+    def _initialize(self) -> Any:
+        import deepspeed
+        from deepspeed.runtime.config import DeepSpeedConfig
+        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+
+        os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))  # it insists, and reads the device from it
+        deepspeed.init_distributed(
+            dist_backend="nccl" if self.device.type == "cuda" else "gloo", dist_init_required=False,
+            auto_mpi_discovery=False, verbose=False,
+        )  # fmt: skip
+        settings = self.settings()
+        optimizer = build_optimizer(self.config, self.names, self.layout, self.device)
+        engine = Engine(
+            args=None, model=self.model, optimizer=optimizer, model_parameters=None, mpu=None,
+            dist_init_required=False, config=settings, config_class=DeepSpeedConfig(settings),
+        )  # fmt: skip
+        if self.stage == 1 and self.ctx.dtype != torch.float32:
+            # micro-batches of bf16 gradients add up in fp32, as stages 2 and 3 do in their buckets by themselves
+            engine.optimizer.use_grad_accum_attribute = engine.optimizer.use_separate_grad_accum = True
+        return engine
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+
+    def _stream(self, batch: Batch) -> PackedStream:
+        stream = PackedStream(
+            batch["cu_seqlens"], batch["tokens"].shape[0], sequence_length=self.config.train.seq_length
+        )
+        if "valid" in batch:
+            stream.valid = batch["valid"]
+        return stream
+
+    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Sum of the losses of a micro-batch's counted tokens."""
+        loss = self.engine(batch["tokens"], batch["labels"], self._stream(batch))
+        return (loss * batch["loss_mask"]).sum()
+
+    def _pool(self, sums: torch.Tensor) -> torch.Tensor:
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums, group=self.layout.dp)
+        return sums
+
+    def step(
+        self, batches: Iterator[Batch], lr: float, micro_batches: int, *, max_grad_norm: float = math.inf
+    ) -> StepResult:
+        """One optimizer step over `micro_batches` of this rank; biases of the routers move once, after the last.
+
+        Nothing moves, on any rank, and the result says skipped, where the loss or the gradient norm is not finite or
+        the norm is above `max_grad_norm`.
+        """
+        self.engine.train()
+        taken = [self._to_device(next(batches)) for _ in range(micro_batches)]
+        counted = torch.stack([b["loss_mask"].sum() for b in taken]).double()
+        tokens = int(self._pool(counted.sum()))
+        # DeepSpeed averages gradients over ranks; the mean wanted is over tokens
+        weight = self.layout.sizes.data / max(tokens, 1)
+        self._scale_auxiliary_loss(weight)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in taken:
+            loss = self._loss_sum(batch)
+            total += loss.detach().double()
+            self.engine.backward(loss * weight)
+        result = StepResult(float(self._pool(total)) / max(tokens, 1), tokens)
+        for group in self.optimizer.optimizer.param_groups:
+            group["lr"] = lr
+        self.gate.limit = max_grad_norm if math.isfinite(result.loss) else -math.inf
+        self.engine.step()
+        result.grad_norm = self.gate.norm
+        if self.gate.refused:
+            result.skipped = True
+            for router in gradients.routers(self.models):
+                router.load = router.counts = None
+            return result
+        loads = gradients.balance(self.models, self.layout)
+        if loads:
+            result.load = torch.stack([loads[layer] for layer in sorted(loads)]).cpu()
+            biases = torch.stack([r.bias for r in gradients.routers(self.models)])
+            result.bias_range = float(biases.min()), float(biases.max())
+        return result
+
+    def _scale_auxiliary_loss(self, weight: float) -> None:
+        if self.config.model.balancing == "aux_loss":
+            from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight, device=self.device))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> tuple[float, int]:
+        """Mean loss (nats) over `micro_batches` of this rank and every other, and the tokens counted."""
+        self.engine.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for _ in range(micro_batches):
+            batch = self._to_device(next(batches))
+            sums[0] += self._loss_sum(batch).double()
+            sums[1] += batch["loss_mask"].sum().double()
+        self.engine.train()
+        self._pool(sums)
+        return float(sums[0]) / max(float(sums[1]), 1.0), int(sums[1])
+
+    @torch.no_grad()
+    def run_schedule(
+        self, forward: Callable[..., Any], sources: list[Any], micro_batches: int, *, forward_only: bool,
+        collect_non_loss_data: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """Forwards alone, in megatron's form: `forward(source, model)` gives an output and what to do with it."""
+        assert forward_only, "gradients are taken by step"
+        collected = []
+        for _ in range(micro_batches):
+            output, take = forward(sources[0], self.engine)
+            collected.append(take(output, non_loss_data=True) if collect_non_loss_data else take(output))
+        return collected
+
+    def micro_batches(self, samples: int) -> int:
+        """Micro-batches of this rank in a global batch of `samples` sequences."""
+        return samples // (self.config.train.micro_batch * self.layout.sizes.data)
+
+    def set_probe(self, probe: Callable[[str, torch.Tensor], None] | None) -> None:
+        """Hand named intermediate tensors of the next forwards to `probe`; None stops."""
+        self.ctx.probe = probe
+
+    def remember_weights(self) -> None:
+        """Keep this rank's part of the fp32 weights of now, for `weight_change` after the step."""
+        self._remembered = {p.name: p.fp32().clone() for p in deepspeed_state.pieces(self)}
+
+    @torch.no_grad()
+    def weight_change(self) -> tuple[float, float]:
+        """L2 norms over the whole model: of what changed since `remember_weights`, and of the weights. Collective."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for piece in deepspeed_state.pieces(self):
+            weights = piece.fp32()
+            sums[0] += (weights - self._remembered[piece.name]).double().square().sum().to(self.device)
+            sums[1] += weights.double().square().sum().to(self.device)
+        self._remembered = {}
+        self._pool(sums)
+        return math.sqrt(float(sums[0])), math.sqrt(float(sums[1]))
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, folder: Path, state: dict[str, Any], *, seal: Callable[[Checksums], None] | None = None, wait: bool = True
+    ) -> None:
+        """Write a universal checkpoint into `folder` (exists, empty); `state` is small and equal on every rank.
+
+        `seal` runs on rank 0 when all ranks have written. wait=False returns once the tensors are copied: ask
+        `poll_save` at the borders of later steps. Raises CheckpointError, on every rank, where one could not write.
+        """
+        self.saver.write(self, folder, state, seal, wait=wait)
+
+    def poll_save(self, *, wait: bool = False) -> Path | None:
+        """The folder of a background save that every rank has finished since the last call. Collective; raises as
+        `save` does."""
+        return self.saver.poll(wait=wait)
+
+    def load(self, folder: Path, *, optimizer: bool = True) -> dict[str, Any]:
+        """Read a universal checkpoint written by any number of ranks and any stage; returns the small state."""
+        return load_universal(self, folder, optimizer=optimizer)
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter whole on CPU, on every rank, in the model's dtypes (small models: checks and tests)."""
+        whole = deepspeed_state.gather(self, "fp32")
+        return {name: whole[name].to(p.dtype) for name, p in self.names.items()}
+
+    def agree(self, flag: int) -> int:
+        """The largest flag any rank raised: one small all-reduce, so that all ranks stop at the same step."""
+        value = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value.item())
