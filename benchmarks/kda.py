@@ -14,6 +14,9 @@ head of 128 channels), beside the ceilings of a copy and a matrix product measur
 fla tunes about 230 configurations: they are compiled in parallel and timed in short windows at the first shape, and
 the best ones are reused at the other shapes (fla keys them by the number of heads). Its GDN backward refuses Hopper
 with Triton < 3.7.1 because of a miscompilation; it is timed with that guard lifted, its gradients may be wrong.
+
+--split adds, for our rows, the time on the device alone (device_time.py), what the host needs to queue a step, and the
+time of every kernel.
 """
 
 import argparse
@@ -30,6 +33,8 @@ import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from device_time import device_ms, host_ms, kernel_ms, median
+
 from k3kernels.kda import kda
 
 DOCUMENTS = [1300, 547, 2048, 963, 271, 3063, 1, 15, 64, 130, 4096, 3886]
@@ -137,10 +142,6 @@ def make_inputs(B: int, T: int, H: int) -> dict[str, Tensor]:
     return x
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
 def ceilings() -> tuple[float, float]:
     """Measured copy bandwidth in GB/s (read + written) and bf16 matrix product in TFLOP/s."""
     x = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
@@ -151,14 +152,16 @@ def ceilings() -> tuple[float, float]:
     return 2 * x.numel() * 2 / copy / 1e6, 2 * 8192**3 / product / 1e9
 
 
-def measure(shape: str, calls: dict[str, Callable[..., Any]], rounds: int, rep: int) -> dict[str, dict[str, float]]:
+def measure(
+    shape: str, calls: dict[str, Callable[..., Any]], rounds: int, rep: int, split: bool
+) -> dict[str, dict[str, Any]]:
     B, T, H, documents = SHAPES[shape]
     x = make_inputs(B, T, H)
     cu = None
     if documents:
         cu = torch.tensor([0, *documents], device="cuda").cumsum(0).to(torch.int32)
     steps: dict[tuple[str, str], Callable[[], Any]] = {}
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, call in calls.items():
 
         def step(call: Callable[..., Any] = call) -> Any:
@@ -185,6 +188,11 @@ def measure(shape: str, calls: dict[str, Callable[..., Any]], rounds: int, rep: 
             times[key].append(triton.testing.do_bench(steps[key], 5, rep, return_mode="median"))
     for (name, mode), values in times.items():
         rows[name][mode] = median(values)
+        if split and name.startswith("ours"):
+            rows[name][f"{mode} device"] = device_ms(steps[name, mode])
+            rows[name][f"{mode} host"] = host_ms(steps[name, mode])
+            if mode == "f+b":
+                rows[name]["kernels"] = kernel_ms(steps[name, mode])
     return rows
 
 
@@ -194,6 +202,7 @@ def main() -> None:
     parser.add_argument("--providers", default="", help="comma-separated names; default all that are installed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rep", type=int, default=60, help="milliseconds of repeats in a round")
+    parser.add_argument("--split", action="store_true", help="also device time, host time and time per kernel of ours")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -215,7 +224,7 @@ def main() -> None:
     for index in options.shapes.split(","):
         shape = list(SHAPES)[int(index)]
         B, T, H, _ = SHAPES[shape]
-        rows = results[shape] = measure(shape, calls, options.rounds, options.rep)
+        rows = results[shape] = measure(shape, calls, options.rounds, options.rep, options.split)
         for name in ("ours", "ours softplus", "fla", "gdn"):
             row = rows.get(name)
             if row is None:
@@ -229,6 +238,13 @@ def main() -> None:
                 f"{n * FLOP / total / 1e9:7.1f} {ratio}",
                 flush=True,
             )
+            if "kernels" in row:
+                parts = ", ".join(f"{kernel.removesuffix('_kernel')} {ms:.3f}" for kernel, ms in row["kernels"].items())
+                print(
+                    f"{'':18} device fwd {row['fwd device']:.3f} f+b {row['f+b device']:.3f}; "
+                    f"host fwd {row['fwd host']:.3f} f+b {row['f+b host']:.3f}; {parts}",
+                    flush=True,
+                )
         torch.cuda.empty_cache()
     if options.json:
         options.json.write_text(json.dumps({"copy_gbs": bandwidth, "tflops": rate, "rows": results}, indent=1))
