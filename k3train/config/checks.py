@@ -403,6 +403,12 @@ def _check_engine(config: Config, world: int) -> None:
             "parallel.distributed_optimizer=true is the megatron engine's; type engine=deepspeed (which turns it off "
             "and shards by ZeRO), or engine=megatron"
         )
+    for key in ("overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(p, key):
+            raise LayoutError(
+                f"parallel.{key}=true is the megatron engine's; ZeRO overlaps by itself from stage 2 on: type "
+                f"parallel.{key}=false, or engine=megatron"
+            )
 
 
 def _divisors(n: int) -> list[int]:
