@@ -116,9 +116,9 @@ class _Run:
 
     def _engine(self, layout: Any) -> Any:
         if self.config.engine.name == "deepspeed":
-            from k3train.errors import EnvironmentError_
+            from k3train.engine.deepspeed import DeepSpeedEngine
 
-            raise EnvironmentError_("engine=deepspeed is not part of this version; type engine=megatron")
+            return DeepSpeedEngine(self.config, layout, self.device)
         from k3train.engine.megatron import MegatronEngine
 
         return MegatronEngine(self.config, layout, self.device)
@@ -181,7 +181,7 @@ class _Run:
         ]
         if data.held_out is not None:
             every = config.train.eval_every
-            by_recall = recall.accuracy if data.tokenizer is None and config.engine.name == "megatron" else None
+            by_recall = recall.accuracy if data.tokenizer is None else None
             evaluation = Evaluation(every, data.held_out, data.tokens_per_byte, data.unigram_loss, by_recall)
             callbacks.insert(6, evaluation)
         return Trainer(config, engine, data.train, state, callbacks, is_main=self.is_main, say=self.say)
@@ -220,7 +220,7 @@ class _Run:
         from k3train.train.callbacks import reporting
 
         sample = None
-        wanted = self.config.train.sample_tokens > 0 and self.config.engine.name == "megatron"
+        wanted = self.config.train.sample_tokens > 0
         # a run that was asked to stop has no time to write; one on recall has no words
         if wanted and trainer.finished and data.tokenizer is not None:
             from tokenizers import Tokenizer
@@ -269,7 +269,8 @@ class _Run:
     def _sample(self, engine: Any, prompt: list[int]) -> list[int]:
         """Greedy tokens after `prompt`: with a cache where one process holds the model, else through the layout."""
         sizes, count = engine.layout.sizes, self.config.train.sample_tokens
-        if sizes.world == 1 and self.config.model.mixer == "kda":
+        whole = sizes.world == 1 and self.config.engine.name == "megatron"  # ZeRO-3 leaves a model of pieces
+        if whole and self.config.model.mixer == "kda":
             from k3train.inference.decoder import Decoder
             from k3train.inference.generate import Sampling, generate
 
