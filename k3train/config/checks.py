@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from k3train.config.precision import MULTIPLE, precision_of
 from k3train.config.schema import Config, expand_pattern
 from k3train.errors import ConfigError, DataError, LayoutError
 
@@ -26,6 +27,7 @@ def check(config: Config, world_size: int | None = None) -> None:
     _check_ranges(config)
     _check_model(config)
     _check_training(config)
+    _check_precision(config)
     if config.parallel.auto and world_size is None and config.parallel.world is None:
         return  # sizes are proposed once the number of ranks is known, and checked then
     if config.parallel.auto:
@@ -271,8 +273,34 @@ def _check_training(config: Config) -> None:
                 f"schedule.batch_ramp={s.batch_ramp!r} must be START:INCREMENT:STEPS; type "
                 f"schedule.batch_ramp='{max(1, t.global_batch // 4)}:{max(1, t.global_batch // 4)}:100'"
             )
-    if o.qk_clip is not None:
-        raise ConfigError(f"optim.qk_clip={o.qk_clip}: QK-Clip is not part of this version; type optim.qk_clip=null")
+    if o.qk_clip is not None and config.engine.name != "megatron":
+        raise ConfigError(
+            f"optim.qk_clip={o.qk_clip} needs engine=megatron, not {config.engine.name}; type optim.qk_clip=null"
+        )
+
+
+def _check_precision(config: Config) -> None:
+    t, p = config.train, config.parallel
+    precision = precision_of(t.precision, t.bf16_parts)
+    if precision.recipe is None:
+        return
+    if config.model.backend not in ("auto", "te"):
+        raise ConfigError(
+            f"train.precision={t.precision} is a recipe of transformer-engine and model.backend={config.model.backend} "
+            "has none; type model.backend=te, or train.precision=bf16"
+        )
+    if config.engine.name != "megatron":
+        raise ConfigError(
+            f"train.precision={t.precision} is built for engine=megatron, not {config.engine.name}; type "
+            "train.precision=bf16"
+        )
+    rows = t.micro_batch * t.seq_length // (p.context * (p.tensor if sequence_parallel(config) else 1))
+    if rows % MULTIPLE:
+        raise ConfigError(
+            f"train.precision={t.precision}: an FP8 product takes rows in multiples of {MULTIPLE}, and a micro-batch "
+            f"has train.micro_batch*train.seq_length / (context, tensor) = {rows} a rank; type train.seq_length="
+            f"{math.ceil(t.seq_length / (MULTIPLE * p.context * p.tensor)) * MULTIPLE * p.context * p.tensor}"
+        )
 
 
 def _check_layout(config: Config) -> None:

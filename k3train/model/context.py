@@ -30,6 +30,8 @@ class ModelContext:
     recompute: str = "none"
     recomputing: bool = False
     """True while a backward computes activations again: tokens are not counted and nothing is recorded."""
+    track_logits: bool = False
+    """Whether attention layers note down their largest logits while they train (QK-Clip)."""
     probe: Callable[[str, torch.Tensor], None] | None = None
     """When set, modules hand it named intermediate tensors (for goldens and statistics)."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from k3train.model.attention_logits import largest_logits
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.parameters import split_by_heads
 from k3train.model.recompute import elementwise
@@ -16,7 +17,10 @@ from k3train.parallel import context as context_parallel
 
 
 class GatedMLA(nn.Module):
-    """[T_local, d] -> [T_local, d]; heads are split over tensor-parallel ranks."""
+    """[T_local, d] -> [T_local, d]; heads are split over tensor-parallel ranks.
+
+    max_logit: fp32 [H_local], the largest logit of each head since the last step, where `ctx.track_logits` asks for it.
+    """
 
     def __init__(self, ctx: ModelContext, layer: int) -> None:
         super().__init__()
@@ -40,6 +44,7 @@ class GatedMLA(nn.Module):
             self.g_proj = backend.column(ctx, width, mla.heads * mla.v_dim)
         self.o_proj = backend.row(ctx, mla.heads * mla.v_dim, width)
         self.scale = self.key_dim**-0.5
+        self.max_logit: torch.Tensor | None = None
 
     def latent(self, x: torch.Tensor) -> torch.Tensor:
         """[T_local, d] -> [T_local, kv_lora_rank + shared_dim]: what a cache keeps and context parallelism moves."""
@@ -63,15 +68,31 @@ class GatedMLA(nn.Module):
         k, v = self.kv_b_proj(c).view(-1, self.heads, mla.nope_dim + mla.v_dim).split([mla.nope_dim, mla.v_dim], dim=-1)
         return torch.cat([k, shared[:, None].expand(-1, self.heads, -1)], dim=-1), v
 
+    def watch(self, q: torch.Tensor, k: torch.Tensor, documents: torch.Tensor | None = None) -> None:
+        """Note down the largest logits of queries q [n, H, K] that are the last n positions of keys k [m, H, K]."""
+        largest = largest_logits(q, k, self.scale, documents)
+        self.max_logit = largest if self.max_logit is None else torch.maximum(self.max_logit, largest)
+
+    def watch_stream(self, q: torch.Tensor, k: torch.Tensor, stream: PackedStream) -> None:
+        """`watch`, one sequence after another: q, k [T, H, K] of a whole stream."""
+        length = stream.sequence_length or stream.total
+        for rows in zip(q.split(length), k.split(length), stream.document_ids().split(length)):
+            self.watch(*rows)
+
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         layout = self.ctx.layout
+        watching = self.ctx.track_logits and self.training and not self.ctx.recomputing
         entered = layout.enter_tensor_parallel(x)
         q = self.queries(x, entered)
         latent = layout.enter_tensor_parallel(self.latent(x))
         if layout.sizes.context > 1:
-            out = context_parallel.latent_attention(self.ctx, q, latent, self.expand, stream, self.scale)
+            out = context_parallel.latent_attention(
+                self.ctx, q, latent, self.expand, stream, self.scale, self.watch if watching else None
+            )
         else:
             k, v = self.expand(latent)
+            if watching:
+                self.watch_stream(q, k, stream)
             out = self.ctx.backend.attention(q, k, v, stream, self.scale)
         out = out.reshape(out.shape[0], -1)
         if self.ctx.model.mla.output_gate:

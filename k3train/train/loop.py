@@ -118,5 +118,6 @@ class Trainer:
             "train/skipped_steps": state.skipped_steps,
             "data/consumed_samples": state.consumed_samples,
         }
+        metrics |= result.extra
         for callback in self.callbacks:
             callback.on_step(self, result, metrics)

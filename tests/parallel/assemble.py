@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class RankSeen:
     selections: dict[int, list[tuple[int, np.ndarray]]]
     gap: float
     biases: dict[int, np.ndarray]
+    extra: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Seen:
     selections: dict[int, torch.Tensor]
     gap: float
     biases: dict[int, torch.Tensor]
+    extra: dict[str, float] = field(default_factory=dict)
 
 
 def assemble(ranks: list[list[RankSeen]]) -> list[Seen]:
@@ -60,6 +62,7 @@ def _step(ranks: list[RankSeen]) -> Seen:
     first = ranks[0]
     for other in ranks:
         assert (other.loss, other.tokens, other.grad_norm) == (first.loss, first.tokens, first.grad_norm), "ranks disagree"
+        assert other.extra == first.extra, "ranks disagree on a metric"
         assert other.load is None or np.array_equal(other.load, first.load), "ranks disagree on the load"
     table: dict[int, dict[int, np.ndarray]] = {}
     biases: dict[int, np.ndarray] = {}
@@ -73,7 +76,7 @@ def _step(ranks: list[RankSeen]) -> Seen:
     gradients = whole_gradients([p for rank in ranks for p in rank.gradients])
     return Seen(
         first.loss, first.tokens, first.grad_norm, load, gradients, selections, min(r.gap for r in ranks),
-        {n: torch.from_numpy(b) for n, b in biases.items()},
+        {n: torch.from_numpy(b) for n, b in biases.items()}, first.extra,
     )  # fmt: skip
 
 

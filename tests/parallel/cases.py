@@ -33,7 +33,9 @@ def observed_steps(engine: MegatronEngine, steps: range, seed: int) -> list[Rank
         biases = {r.layer: r.bias.clone().numpy() for r in gradients.routers(engine.models)}
         load = None if result.load is None else result.load.numpy()
         seen.append(
-            RankSeen(result.loss, result.tokens, result.grad_norm, load, captured[-1], selections, gap, biases)
+            RankSeen(
+                result.loss, result.tokens, result.grad_norm, load, captured[-1], selections, gap, biases, result.extra
+            )  # fmt: skip
         )
     engine.optimizer.step = real_step
     engine.ctx.probe = None

@@ -55,6 +55,8 @@ def differences(got: list[Seen], want: list[Seen]) -> list[str]:
             found.append(f"step {step}: loss {a.loss!r} against {b.loss!r}")
         if abs(a.grad_norm - b.grad_norm) > RELATIVE * b.grad_norm:
             found.append(f"step {step}: gradient norm {a.grad_norm!r} against {b.grad_norm!r}")
+        if a.extra.keys() != b.extra.keys() or any(abs(a.extra[k] - v) > RELATIVE * abs(v) for k, v in b.extra.items()):
+            found.append(f"step {step}: metrics {a.extra} against {b.extra}")
         if a.gradients.keys() != b.gradients.keys():
             found.append(f"step {step}: parameters {sorted(a.gradients.keys() ^ b.gradients.keys())}")
         errors = {n: distance(g, b.gradients[n], b.grad_norm) for n, g in a.gradients.items() if n in b.gradients}

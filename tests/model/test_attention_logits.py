@@ -1,0 +1,41 @@
+"""The largest logit of each head, found in blocks, against the whole table of scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from k3train.model import attention_logits
+from k3train.model.attention_logits import largest_logits
+
+
+def whole_table(q: torch.Tensor, k: torch.Tensor, scale: float, documents: torch.Tensor | None) -> torch.Tensor:
+    n, m = q.shape[0], k.shape[0]
+    scores = torch.einsum("nhd,mhd->hnm", q.double(), k.double()) * scale
+    seen = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+    if documents is not None:
+        seen &= documents[m - n :, None] == documents[None, :]
+    return scores.masked_fill(~seen, -torch.inf).amax((-2, -1))
+
+
+@pytest.mark.parametrize("blocks", [(1 << 25, 4096), (3 * 5 * 4, 5), (3 * 7, 7)], ids=["one block", "4x5", "1x7"])
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize(("n", "m"), [(23, 23), (9, 23), (1, 1)])
+def test_equals_the_whole_table(
+    monkeypatch: pytest.MonkeyPatch, blocks: tuple[int, int], packed: bool, n: int, m: int
+) -> None:
+    monkeypatch.setattr(attention_logits, "ELEMENTS", blocks[0])
+    monkeypatch.setattr(attention_logits, "KEYS", blocks[1])
+    generator = torch.Generator().manual_seed(n + m)
+    q, k = (torch.randn(rows, 3, 6, generator=generator) for rows in (n, m))
+    documents = torch.tensor([0] * 5 + [1] + [2] * 12 + [3] * 5, dtype=torch.int32)[:m] if packed else None
+    torch.testing.assert_close(largest_logits(q, k, 0.3, documents).double(), whole_table(q, k, 0.3, documents))
+
+
+def test_what_a_query_does_not_see_does_not_count() -> None:
+    q, k = torch.ones(4, 1, 2), torch.ones(4, 1, 2)
+    k[3] = 100.0  # in the future of all but the last query
+    q[3] = -1.0
+    assert float(largest_logits(q, k, 1.0)) == 2.0
+    k[0] = 50.0  # of another document than the rest
+    assert float(largest_logits(q[1:], k, 1.0, torch.tensor([0, 1, 1, 1], dtype=torch.int32))) == 2.0

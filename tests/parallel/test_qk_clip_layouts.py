@@ -1,0 +1,40 @@
+"""QK-Clip scales the same heads by the same factors under every layout: three steps in fp32, heads clipped in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.compare import differences, one_process, train
+
+CLIP = {"optim.qk_clip": 0.45}
+MUON = {**CLIP, "optim.name": "muon", "optim.muon.ns_dtype": "fp32", "optim.lr": 1e-3}
+LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (2, {"tensor": 2}, CLIP),
+    (2, {"context": 2}, {**CLIP, "train.micro_batch": 1}),
+    (2, {"pipeline": 2}, CLIP),
+    (2, {"pipeline": 2, "virtual": 2}, CLIP),
+    (2, {"data": 2}, CLIP),
+    (2, {"data": 2, "distributed_optimizer": False}, CLIP),
+    (2, {"data": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, CLIP),
+    (2, {"data": 2}, {**CLIP, "train.recompute": "full"}),
+    (2, {"tensor": 2}, MUON),
+    (2, {"data": 2}, MUON),
+    (4, {"tensor": 2, "data": 2}, CLIP),
+    (4, {"context": 2, "pipeline": 2}, MUON),
+]
+
+
+@pytest.mark.parametrize(("world", "sizes", "overrides"), LAYOUTS, ids=str)
+def test_the_clipped_steps_are_those_of_one_process(
+    world: int, sizes: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    want = one_process({k: v for k, v in overrides.items() if k.startswith("optim.")})
+    heads = [step.extra["train/qk_clipped_heads"] for step in want]
+    assert heads[0] > 6 and all(heads), heads
+    assert not differences(train(world, sizes, overrides), want)
+
+
+def test_clipping_changes_the_steps() -> None:
+    assert differences(one_process(CLIP), one_process({"optim.qk_clip": 1e9}))
