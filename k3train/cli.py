@@ -166,7 +166,10 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
     if args.multirun:
         if not verbs.VERBS[name].ranks and name not in ("evaluate", "quantize"):
             raise ConfigError(f"`{PROGRAM} {name}` cannot be swept with -m")
-        sweep.refuse_equal_names(args.overrides)
+        swept = sweep.with_params(args.overrides, args.config_dir)
+        if swept != args.overrides:
+            words += [*swept[len(args.overrides) :], "hydra.sweeper.params=null"]
+        sweep.refuse_equal_names(swept)
     if args.help and args.config_dir is None:
         print(verb_help(name, args.overrides))
         return 0
@@ -268,6 +271,7 @@ def submit(rest: list[str]) -> int | None:
     overrides = [word for word in rest if word not in flags]
     check_overrides(overrides, composing.conf_dir())
     if set(flags) & {"-m", "--multirun"}:
+        overrides = sweep.with_params(overrides)
         sweep.refuse_equal_names(overrides)
         jobs = []
         for job in sweep.jobs(overrides):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from pathlib import Path
 
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
+from k3train.config import compose as composing
 from k3train.config.overrides import parse
 from k3train.errors import ConfigError
 
@@ -31,6 +37,28 @@ def job_name(base: str, overrides: list[str]) -> str:
     """`base` and the suffix, joined by a dash."""
     tail = suffix(overrides)
     return f"{base}-{tail}" if tail else base
+
+
+def with_params(overrides: list[str], config_dir: str | None = None) -> list[str]:
+    """`overrides`, and what an experiment sweeps by itself (hydra.sweeper.params) where no override names the key.
+
+    config_dir: a folder of configurations beside conf/. Hydra alone would sweep such a key twice, once as the
+    experiment says and once as typed. Raises ConfigError.
+    """
+    parsed = parse(overrides)
+    fixed = [text for text, override in zip(overrides, parsed) if not override.is_sweep_override()]
+    if config_dir is not None:
+        fixed.append(f"hydra.searchpath=['file://{Path(config_dir).absolute()}']")
+    composing.register_schema()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(composing.conf_dir().resolve())):
+            sweeper = hydra_compose(composing.PRIMARY, fixed, return_hydra_config=True).hydra.sweeper
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    if not str(sweeper._target_).endswith(".BasicSweeper"):
+        return overrides  # another plugin's params mean other things
+    typed = {override.key_or_group for override in parsed}
+    return overrides + [f"{key}={value}" for key, value in (sweeper.params or {}).items() if key not in typed]
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:

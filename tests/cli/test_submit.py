@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -116,6 +117,15 @@ def test_a_sweep_is_a_job_a_combination(capsys: pytest.CaptureFixture[str]) -> N
         "#SBATCH --job-name=k3_tiny-model.kda.decay_bound=-5,train.micro_batch=1",
         "#SBATCH --job-name=k3_tiny-model.kda.decay_bound=null,train.micro_batch=1",
     ]
+
+
+def test_an_experiment_that_sweeps_by_itself_is_a_job_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = shown(capsys, "-m", "--dry-run", *CPU, "experiment=ladder")
+    names = [line for line in out.splitlines() if "--job-name" in line]
+    assert code == 0, err
+    mixers = [re.search(r"model\.mixer=(\w+)", name)[1] for name in names]  # type: ignore[index]
+    assert sorted(mixers) == sorted(["softmax", "linear", "delta", "gated_delta", "kda"])
+    assert out.count("model.mixer=") >= 2 * len(names)  # in the name and in the command
 
 
 def test_without_sbatch_the_answer_is_a_sentence(

@@ -53,6 +53,35 @@ def test_equal_names_are_refused(overrides: list[str], equal: bool) -> None:
         sweep.refuse_equal_names(overrides)
 
 
+def test_an_experiment_brings_its_own_sweep() -> None:
+    from k3train.config.schema import CHOICES
+
+    swept = sweep.with_params(["experiment=ladder", "train.steps=2"])
+    assert swept[:2] == ["experiment=ladder", "train.steps=2"]
+    mixers = [job[-1] for job in sweep.jobs(swept)]
+    assert sorted(mixers) == sorted(f"model.mixer={mixer}" for mixer in CHOICES["model.mixer"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "mixers"),
+    [("model.mixer=kda,delta", ["kda", "delta"]), ("model.mixer=linear", ["linear"])],
+    ids=["swept", "one"],
+)
+def test_what_is_typed_replaces_the_sweep_of_an_experiment(typed: str, mixers: list[str]) -> None:
+    swept = sweep.with_params(["experiment=ladder", typed])
+    assert sweep.jobs(swept) == [["experiment=ladder", f"model.mixer={mixer}"] for mixer in mixers]
+
+
+def test_nothing_is_swept_where_nothing_says_so() -> None:
+    assert sweep.with_params(["train.steps=2"]) == ["train.steps=2"]
+
+
+def test_a_sweep_of_an_experiment_is_trained_once_a_value(fake: Any) -> None:
+    done = fake.run("train", "-m", "experiment=ladder", "model.kda.decay_bound=null", "model.mixer=kda,linear")
+    assert done.returncode == 0, done.stderr
+    assert [s["name"].rpartition("=")[2] for s in fake.seen()] == ["kda", "linear"]
+
+
 def test_a_sweep_runs_each_job_in_its_own_process_and_folder(fake: Any) -> None:
     done = fake.run("train", "-m", "model.kda.decay_bound=-5,null")
     assert done.returncode == 0, done.stderr
