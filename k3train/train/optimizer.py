@@ -1,9 +1,9 @@
 """Per-head Muon (report section 2.5): orthogonalised momentum for matrices, AdamW for everything else.
 
 The momentum of the q, k, v projections is split by head and each block orthogonalised by itself; other matrices whole;
-each expert matrix by itself. Newton-Schulz is emerging-optimizers', batched over equal shapes. An update has the root
-mean square 0.2 whatever the shape: 0.2 sqrt(max(A, B)) times an orthogonal A x B matrix (Moonlight), with A x B the
-block's shape or the whole matrix's (`optim.muon.scale`).
+each expert matrix by itself. Newton-Schulz is batched over equal shapes. An update has the root mean square 0.2
+whatever the shape: 0.2 sqrt(max(A, B)) times an orthogonal A x B matrix (Moonlight), with A x B the block's shape or
+the whole matrix's (`optim.muon.scale`).
 
 The same update under every layout: heads and experts are whole on a rank; a matrix cut over tensor ranks is gathered
 for Newton-Schulz. Over data-parallel ranks, which hold equal momenta, each matrix is orthogonalised by one rank and
@@ -12,8 +12,9 @@ sent to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ from k3train.parallel.layout import Layout
 
 NAME = "k3_muon"
 UPDATE_RMS = 0.2
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)  # fmt: skip
+"""Newton-Schulz coefficients a, b, c of each step: those of emerging-optimizers' "quintic", which are steepest at zero
+for five steps. Its own function takes fp32 and returns fp32; memory traffic is half of the cost of this optimizer."""
+BATCH = 1 << 28  # elements that are orthogonalised at once
 
 
 def is_muon(name: str, spec: ParameterSpec, muon: MuonConfig) -> bool:
@@ -54,24 +62,40 @@ def scale_of(block: Tensor, spec: ParameterSpec, scale: str) -> float:
     return UPDATE_RMS * max(rows, columns) ** 0.5
 
 
-def orthogonalise(stack: Tensor, muon: MuonConfig) -> Tensor:
-    """Newton-Schulz of each [A, B] of a stack [n, A, B], in bf16 or fp32, back in fp32."""
-    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
-    from emerging_optimizers.utils import fp32_matmul_precision
+@torch.no_grad()
+def orthogonalise_(stack: Tensor, steps: int) -> Tensor:
+    """Newton-Schulz of each [A, B] of a stack [n, A, B], in the stack's dtype; the stack is overwritten.
 
-    # medium makes the iteration run in bf16
-    with fp32_matmul_precision("medium" if muon.ns_dtype == "bf16" else "highest"):
-        return newton_schulz(stack, muon.ns_steps, "quintic")
+    X <- a X + (b G + c G^2) X with G = X X^T, on the shorter side; singular values end between 0.7 and 1.2.
+    """
+    norm = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = stack.div_(norm.clamp_min_(1e-7))
+    wide = x.shape[-2] <= x.shape[-1]
+    for a, b, c in islice(cycle(QUINTIC), steps):
+        gram = torch.bmm(x, x.mT) if wide else torch.bmm(x.mT, x)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a) if wide else torch.baddbmm(x, x, polynomial, beta=a)
+    return x
 
 
 @dataclass
 class Matrix:
-    """One parameter's turn in a step: its Nesterov momentum, whole over tensor ranks."""
+    """One parameter's turn in a step.
+
+    sources: what its blocks are made of, stacks [n, A, B]: views of the momentum, or of the whole Nesterov momentum
+    where tensor ranks hold parts of the matrix (`cut`). out: the blocks, orthogonalised.
+    """
 
     param: Tensor
     spec: ParameterSpec
-    update: Tensor
+    sources: list[Tensor]
+    cut: bool = False
     owner: int = 0
+    out: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def work(self) -> float:
+        return float(sum(s.numel() * min(s.shape[-2:]) for s in self.sources))
 
 
 class PerHeadMuon(torch.optim.Optimizer):
@@ -85,6 +109,7 @@ class PerHeadMuon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.muon, self.layout, self.share_work = muon, layout, share_work
+        self.dtype = torch.bfloat16 if muon.ns_dtype == "bf16" else torch.float32
 
     def initialize_state(self, param: Tensor) -> None:
         """Allocate the momentum of one parameter, as zeros."""
@@ -94,67 +119,108 @@ class PerHeadMuon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             matrices = [self._momentum(p) for p in group["params"] if p.grad is not None]
-            experts = [m for m in matrices if m.spec.expert]
-            dense = [m for m in matrices if not m.spec.expert]
-            self._orthogonalise(dense, self.layout.dp_cp)
-            self._orthogonalise(experts, self.layout.expert_dp)
-            for m in matrices:
-                m.param.mul_(1.0 - group["lr"] * group["weight_decay"])
-                m.param.add_(self._local(m), alpha=-group["lr"])
+            kinds = [([m for m in matrices if not m.spec.expert], self.layout.dp_cp)]
+            kinds.append(([m for m in matrices if m.spec.expert], self.layout.expert_dp))
+            for of_kind, ranks in kinds:
+                share = self.share_work and ranks.size() > 1
+                self._assign(of_kind, ranks.size() if share else 1)
+                mine = [m for m in of_kind if not share or m.owner == ranks.rank()]
+                for batch in self._batches(mine):
+                    self._orthogonalise(batch)
+                    if not share:  # what is whole now can go
+                        for m in {id(m): m for m, _ in batch}.values():
+                            if all(out is not None for out in m.out):
+                                self._apply(m, group["lr"], group["weight_decay"])
+                if share:
+                    self._exchange(of_kind, ranks)
+                    for m in of_kind:
+                        self._apply(m, group["lr"], group["weight_decay"])
 
     def _momentum(self, p: Tensor) -> Matrix:
         if not self.state[p]:
             self.initialize_state(p)
         buffer = self.state[p]["momentum_buffer"]
-        grad = p.grad.to(buffer.dtype)  # type: ignore[union-attr]
-        buffer.mul_(self.muon.momentum).add_(grad)
-        update = grad.add(buffer, alpha=self.muon.momentum)  # Nesterov
+        torch.add(p.grad, buffer, alpha=self.muon.momentum, out=buffer)
         spec: ParameterSpec = p.k3  # type: ignore[attr-defined]
-        return Matrix(p, spec, self._whole(update, spec))
+        if not self._cut(spec):
+            return Matrix(p, spec, blocks(buffer, spec, self.muon.per_head))
+        update = torch.add(p.grad, buffer, alpha=self.muon.momentum)
+        parts = [torch.empty_like(update) for _ in range(self.layout.sizes.tensor)]
+        dist.all_gather(parts, update.contiguous(), group=self.layout.tp)
+        return Matrix(p, spec, [torch.cat(parts, dim=spec.tensor_axis)[None]], cut=True)  # type: ignore[arg-type]
 
     def _cut(self, spec: ParameterSpec) -> bool:
         """Whether Newton-Schulz needs other tensor ranks' parts: not for heads, which are whole on a rank."""
         by_head = self.muon.per_head and bool(spec.head_rows)
         return self.layout.sizes.tensor > 1 and spec.tensor_axis is not None and not by_head and not spec.expert
 
-    def _whole(self, update: Tensor, spec: ParameterSpec) -> Tensor:
-        if not self._cut(spec):
-            return update
-        parts = [torch.empty_like(update) for _ in range(self.layout.sizes.tensor)]
-        dist.all_gather(parts, update.contiguous(), group=self.layout.tp)
-        return torch.cat(parts, dim=spec.tensor_axis)  # type: ignore[arg-type]
-
-    def _local(self, m: Matrix) -> Tensor:
-        if not self._cut(m.spec):
-            return m.update
-        return m.update.chunk(self.layout.sizes.tensor, dim=m.spec.tensor_axis)[self.layout.tp.rank()]  # type: ignore[arg-type]
-
-    def _orthogonalise(self, matrices: list[Matrix], group: dist.ProcessGroup) -> None:
-        """Replace every update by its scaled orthogonalisation; the work is shared over `group`."""
-        share = self.share_work and group.size() > 1
-        loads = [0.0] * (group.size() if share else 1)
-        for m in sorted(matrices, key=lambda m: -m.update.numel() * min(m.update.shape[-2:])):  # heaviest first
+    def _assign(self, matrices: list[Matrix], ranks: int) -> None:
+        """Give each matrix to the rank that has least to do, heaviest first."""
+        loads = [0.0] * ranks
+        for m in sorted(matrices, key=lambda m: -m.work):
             m.owner = loads.index(min(loads))
-            loads[m.owner] += m.update.numel() * min(m.update.shape[-2:])
-        mine = [m for m in matrices if not share or m.owner == group.rank()]
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Matrix]]] = {}
-        for m in mine:
-            m.update = m.update.contiguous()
-            for block in blocks(m.update, m.spec, self.muon.per_head):
-                stacks.setdefault((block.shape[-2], block.shape[-1]), []).append((block, m))
-        for parts in stacks.values():  # one batched iteration for all blocks of a shape
-            done = orthogonalise(torch.cat([block for block, _ in parts]), self.muon)
-            for (block, m), out in zip(parts, done.split([block.shape[0] for block, _ in parts])):
-                block.copy_(out * scale_of(block, m.spec, self.muon.scale))
-        if share:
-            for owner in range(group.size()):
-                theirs = [m for m in matrices if m.owner == owner]
-                if not theirs:
-                    continue
-                flat = torch.cat([m.update.reshape(-1) for m in theirs])
-                dist.broadcast(flat, group=group, group_src=owner)
-                for m, part in zip(theirs, flat.split([m.update.numel() for m in theirs])):
-                    m.update = part.view_as(m.update)
+            loads[m.owner] += m.work
+
+    def _batches(self, matrices: list[Matrix]) -> Iterator[list[tuple[Matrix, int]]]:
+        """(matrix, number of a stack of its blocks), in bounded batches of one block shape each."""
+        shapes: dict[tuple[int, int], list[tuple[Matrix, int]]] = {}
+        for m in matrices:
+            m.out = [None] * len(m.sources)
+            for i, source in enumerate(m.sources):
+                shapes.setdefault((source.shape[-2], source.shape[-1]), []).append((m, i))
+        for parts in shapes.values():
+            batch: list[tuple[Matrix, int]] = []
+            size = 0
+            for m, i in parts:
+                more = m.sources[i].numel()
+                if batch and size + more > BATCH:
+                    yield batch
+                    batch, size = [], 0
+                batch.append((m, i))
+                size += more
+            yield batch
+
+    def _orthogonalise(self, batch: list[tuple[Matrix, int]]) -> None:
+        """One iteration for all blocks of a batch."""
+        first, counts = batch[0][0].sources[batch[0][1]], [m.sources[i].shape[0] for m, i in batch]
+        stack = torch.empty(sum(counts), *first.shape[1:], dtype=self.dtype, device=first.device)
+        for (m, i), place in zip(batch, stack.split(counts)):
+            if m.cut:
+                place.copy_(m.sources[i])
+            else:  # Nesterov
+                grad = blocks(m.param.grad, m.spec, self.muon.per_head)[i]  # type: ignore[arg-type]
+                torch.add(grad, m.sources[i], alpha=self.muon.momentum, out=place)
+        for (m, i), out in zip(batch, orthogonalise_(stack, self.muon.ns_steps).split(counts)):
+            m.out[i] = out
+
+    def _apply(self, m: Matrix, lr: float, weight_decay: float) -> None:
+        """Decay and move one parameter."""
+        m.param.mul_(1.0 - lr * weight_decay)
+        places = [m.param[None]] if m.cut else blocks(m.param, m.spec, self.muon.per_head)
+        for place, out in zip(places, m.out, strict=True):
+            assert out is not None
+            alpha = -lr * scale_of(out, m.spec, self.muon.scale)
+            if m.cut:
+                axis = m.spec.tensor_axis + 1  # type: ignore[operator]
+                out = out.chunk(self.layout.sizes.tensor, dim=axis)[self.layout.tp.rank()]
+            place.add_(out, alpha=alpha)
+        m.out = []
+
+    def _exchange(self, matrices: list[Matrix], ranks: dist.ProcessGroup) -> None:
+        """Every rank sends the matrices that it has orthogonalised to the others."""
+        for owner in range(ranks.size()):
+            theirs = [m for m in matrices if m.owner == owner]
+            if not theirs:
+                continue
+            if owner == ranks.rank():
+                flat = torch.cat([out.reshape(-1) for m in theirs for out in m.out if out is not None])
+            else:
+                count = sum(s.numel() for m in theirs for s in m.sources)
+                flat = torch.empty(count, dtype=self.dtype, device=theirs[0].param.device)
+            dist.broadcast(flat, group=ranks, group_src=owner)
+            pieces = iter(flat.split([s.numel() for m in theirs for s in m.sources]))
+            for m in theirs:
+                m.out = [next(pieces).view(s.shape) for s in m.sources]
 
 
 def register(muon: MuonConfig, layout: Layout, routed: Callable[[Tensor], bool]) -> str:

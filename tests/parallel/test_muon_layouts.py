@@ -30,3 +30,10 @@ def test_whole_matrix_muon_gathers_what_tensor_ranks_hold() -> None:
     reference = one_process(whole)
     assert not differences(train(2, {"tensor": 2}, whole), reference)
     assert differences(one_process(MUON), reference), "per-head and whole-matrix updates must differ"
+
+
+def test_the_routers_matrix_and_the_scale_of_whole_matrices() -> None:
+    switched = {**MUON, "optim.muon.router": True, "optim.muon.scale": "matrix"}
+    reference = one_process(switched)
+    assert not differences(train(4, {"tensor": 2, "expert": 2}, switched), reference)
+    assert differences(one_process(MUON), reference), "the switches must act"

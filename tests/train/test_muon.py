@@ -10,7 +10,8 @@ import torch
 
 from k3train.config.schema import MuonConfig
 from k3train.model.parameters import ParameterSpec
-from k3train.train.optimizer import PerHeadMuon, blocks, is_muon, orthogonalise, scale_of
+from k3train.train import optimizer
+from k3train.train.optimizer import PerHeadMuon, blocks, is_muon, orthogonalise_, scale_of
 from tests.parallel.tiny import SEED, batches, make_engine
 
 FP32 = MuonConfig(ns_dtype="fp32")
@@ -26,12 +27,26 @@ def moved(spec: ParameterSpec, layout: Any, muon: MuonConfig, seed: int = 0) -> 
     return -p.detach()
 
 
+def orthogonalise(stack: torch.Tensor, muon: MuonConfig) -> torch.Tensor:
+    dtype = torch.bfloat16 if muon.ns_dtype == "bf16" else torch.float32
+    return orthogonalise_(stack.to(dtype, copy=True), muon.ns_steps)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 40), (2, 40, 16), (1, 24, 24)], ids=str)
+def test_newton_schulz_is_that_of_emerging_optimizers(shape: tuple[int, int, int]) -> None:
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    theirs = newton_schulz(stack, 5, "quintic")
+    torch.testing.assert_close(orthogonalise(stack, FP32), theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_newton_schulz_brings_singular_values_near_one() -> None:
     stack = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.svdvals(orthogonalise(stack, FP32))
     assert values.min() > 0.6 and values.max() < 1.3
     low = orthogonalise(stack, MuonConfig())
-    assert low.dtype == torch.float32 and torch.linalg.svdvals(low).max() < 1.35
+    assert low.dtype == torch.bfloat16 and torch.linalg.svdvals(low.float()).max() < 1.35
 
 
 def test_the_update_has_the_root_mean_square_asked_for(one_rank: Any) -> None:
@@ -65,6 +80,25 @@ def test_each_expert_is_a_matrix_by_itself(one_rank: Any) -> None:
     grad = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
     alone = orthogonalise(grad[1:2], FP32)[0] * 0.2 * 24**0.5
     assert torch.allclose(update[1], alone, atol=1e-4)
+
+
+def test_small_batches_make_the_same_update(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def updated() -> list[torch.Tensor]:
+        specs = [ParameterSpec((2 * (3 + 5), 7), head_rows=(3, 5)) for _ in range(3)]
+        specs += [ParameterSpec((4, 5, 7), expert=True), ParameterSpec((9, 6))]
+        params = []
+        for i, spec in enumerate(specs):
+            p = torch.nn.Parameter(torch.ones(spec.shape))
+            p.k3 = spec  # type: ignore[attr-defined]
+            p.grad = torch.randn(spec.shape, generator=torch.Generator().manual_seed(i))
+            params.append(p)
+        PerHeadMuon(params, lr=0.1, weight_decay=0.1, muon=FP32, layout=one_rank).step()
+        return [p.detach() for p in params]
+
+    whole = updated()
+    monkeypatch.setattr(optimizer, "BATCH", 50)
+    for a, b in zip(whole, updated()):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(("scale", "expected"), [("block", 0.2 * 64**0.5), ("matrix", 0.2 * 128**0.5)])
