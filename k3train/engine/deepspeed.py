@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,34 @@ def require() -> Any:
     # its shared-memory collectives for CPU ranks are compiled at first use, which takes minutes; gloo's do the same
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+@contextmanager
+def _partitions_of_two_dtypes() -> Iterator[None]:
+    """ZeRO-3 lays the partitions of all parameters end to end in one tensor; here in one tensor a dtype."""
+    from deepspeed.runtime.zero import stage3
+
+    lay = stage3.defragment
+
+    class Buffers:
+        """One buffer a dtype, one after the other, as the parameter groups are."""
+
+        def __init__(self, tensors: list[torch.Tensor]) -> None:
+            dtypes = dict.fromkeys(t.dtype for t in tensors)
+            self.parts = [lay([t for t in tensors if t.dtype == dtype]) for dtype in dtypes]
+
+        def narrow(self, _axis: int, start: int, length: int) -> torch.Tensor:
+            for part in self.parts:
+                if start < part.numel():
+                    return part.narrow(0, start, length)
+                start -= part.numel()
+            return self.parts[-1].narrow(0, self.parts[-1].numel(), 0)
+
+    stage3.defragment = Buffers
+    try:
+        yield
+    finally:
+        stage3.defragment = lay
 
 
 class DeepSpeedEngine:
@@ -97,7 +126,6 @@ class DeepSpeedEngine:
         return {
             "train_micro_batch_size_per_gpu": train.micro_batch,
             "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False,  # a step is over when this engine says so: the batch may ramp
             "gradient_clipping": self.config.optim.clip_grad,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
@@ -117,10 +145,11 @@ class DeepSpeedEngine:
         )  # fmt: skip
         settings = self.settings()
         optimizer = build_optimizer(self.config, self.names, self.layout, self.device)
-        engine = Engine(
-            args=None, model=self.model, optimizer=optimizer, model_parameters=None, mpu=None,
-            dist_init_required=False, config=settings, config_class=DeepSpeedConfig(settings),
-        )  # fmt: skip
+        with _partitions_of_two_dtypes():
+            engine = Engine(
+                args=None, model=self.model, optimizer=optimizer, model_parameters=None, mpu=None,
+                dist_init_required=False, config=settings, config_class=DeepSpeedConfig(settings),
+            )  # fmt: skip
         if self.stage == 1 and self.ctx.dtype != torch.float32:
             # micro-batches of bf16 gradients add up in fp32, as stages 2 and 3 do in their buckets by themselves
             engine.optimizer.use_grad_accum_attribute = engine.optimizer.use_separate_grad_accum = True
@@ -165,7 +194,8 @@ class DeepSpeedEngine:
         weight = self.layout.sizes.data / max(tokens, 1)
         self._scale_auxiliary_loss(weight)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in taken:
+        for i, batch in enumerate(taken):
+            self.engine.set_gradient_accumulation_boundary(i == micro_batches - 1)
             loss = self._loss_sum(batch)
             total += loss.detach().double()
             self.engine.backward(loss * weight)
