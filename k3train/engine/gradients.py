@@ -41,20 +41,22 @@ def balance(models: list[nn.Module], layout: Layout) -> dict[int, torch.Tensor]:
         return {}
     # with tensor but without sequence parallelism every tensor rank counts the same tokens: pool over the others only
     group = layout.dp_cp if layout.sizes.tensor > 1 and not layout.sizes.sequence_parallel else layout.token_group
-    pieces = [t for r in active for t in (r.load, r.counts) if t is not None]
-    flat = torch.cat([t.reshape(-1) for t in pieces])
+    # every layer has the same shapes: one tensor, one all-reduce, one solution for all of them
+    width = active[0].bias.numel()
+    parts = [t.view(width, -1) for r in active for t in (r.load, r.counts) if t is not None]
+    each = len(parts) // len(active)
+    pooled = torch.cat(parts, dim=1).contiguous()  # a layer's load, then its counts, side by side for every expert
     if group.size() > 1:
-        dist.all_reduce(flat, group=group)
-    pooled = [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in pieces]), pieces)]
-    loads: dict[int, torch.Tensor] = {}
-    for router in active:
-        moe = router.ctx.model.moe
-        load = pooled.pop(0)
-        loads[router.layer] = load
-        if router.counts is not None:
-            new = quantile_balancing.update(pooled.pop(0), router.bias, moe.top_k, ema=moe.balancing.ema)
-            router.bias.copy_(new)
-        elif router.ctx.model.balancing == "sign":
-            router.bias.copy_(quantile_balancing.sign_update(load, router.bias, moe.balancing.sign_step))
-        router.load = router.counts = None
-    return loads
+        dist.all_reduce(pooled, group=group)
+    layers = pooled.view(width, len(active), -1).transpose(0, 1)  # [layers, E, 1 + bins]
+    load = layers[..., 0]
+    bias = torch.stack([r.bias for r in active])
+    moe, mode = active[0].ctx.model.moe, active[0].ctx.model.balancing
+    if each > 1:
+        bias = quantile_balancing.update(layers[..., 1:], bias, moe.top_k, ema=moe.balancing.ema)
+    elif mode == "sign":
+        bias = quantile_balancing.sign_update(load, bias, moe.balancing.sign_step)
+    for router, new in zip(active, bias.unbind(0)):
+        router.bias.copy_(new)
+        router.forget()
+    return {router.layer: part for router, part in zip(active, load.unbind(0))}

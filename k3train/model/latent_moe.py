@@ -1,7 +1,8 @@
 """Stable LatentMoE (report equations 11-13; spec section 5): routed experts at a latent width, shared ones at full.
 
-y = W_up RMSNorm(sum_e p_e E_e(W_down x)) + Shared(x). Tokens travel to their experts at the latent width through
-megatron-core's all-to-all dispatcher. The weight p_e multiplies the activation in front of w2, as megatron applies it.
+y = W_up RMSNorm(sum_e p_e E_e(W_down x)) + Shared(x). Tokens travel to their experts at the latent width: to other
+ranks through megatron-core's all-to-all dispatcher, within one rank by our own sort. The weight p_e multiplies the
+activation in front of w2, as megatron applies it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
-from k3train.model import quantile_balancing
+from k3kernels import routing
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.mlp import GatedMLP
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
@@ -23,8 +24,8 @@ from k3train.model.situ import gated_activation
 class Router(nn.Module):
     """Sigmoid scores in fp32, selection by score plus bias, weights from the scores alone.
 
-    `bias` fp32 [E] is a buffer without gradient. `counts` int64 [E, bins] and `load` int64 [E] add up over the
-    micro-batches of a step and are neither saved nor moved until `reduce_and_update`.
+    `bias` fp32 [E] is a buffer without gradient. `counts` int64 [E, bins] and `load` int64 [E] add up in place over the
+    micro-batches of a step and are not saved; `gradients.balance` reads them and sets them to zero.
     """
 
     def __init__(self, ctx: ModelContext, layer: int) -> None:
@@ -42,28 +43,27 @@ class Router(nn.Module):
         self.forced: torch.Tensor | None = None  # int64 [T, k]: selections to use instead (comparisons across dtypes)
 
     def forward(self, x: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T_local, d] -> weights fp32 [T_local, E] (zero where not selected), selection bool [T_local, E]."""
+        """[T_local, d] -> weights fp32 [T_local, k] and experts int64 [T_local, k]."""
         model, moe = self.ctx.model, self.ctx.model.moe
-        scores = torch.sigmoid(nn.functional.linear(x.float(), self.weight.float()))
+        logits = routing.product_fp32(x, self.weight)
+        weights, experts, cut, cut_expert = routing.route(
+            logits, self.bias, moe.top_k, renormalize=moe.renormalize, scale=moe.routed_scale
+        )
         counting = self.training and torch.is_grad_enabled() and not self.ctx.recomputing  # each token once
-        with torch.no_grad():
-            experts, r = quantile_balancing.required_bias(scores.detach(), self.bias, moe.top_k)
-            if self.forced is not None:
-                experts = self.forced
-            if counting:
-                self.count(experts, r, stream)
-        selected = torch.zeros(scores.shape, dtype=torch.bool, device=x.device).scatter_(1, experts, True)
-        weights = torch.where(selected, scores, 0.0)
-        if moe.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * moe.routed_scale
+        scored = self.ctx.probe is not None or (model.balancing == "aux_loss" and self.training)
+        scores = torch.sigmoid(logits) if scored or self.forced is not None else logits
+        if self.forced is not None:
+            experts = self.forced
+            weights = routing.weigh(scores, experts, moe.renormalize, moe.routed_scale)
+        if counting:
+            self.count(experts, logits.detach(), cut, cut_expert, stream)
         if model.balancing == "aux_loss" and self.training:
             weights = self.with_auxiliary_loss(weights, scores, experts, stream)
         if self.ctx.probe is not None:
             self.ctx.record(f"router.{self.layer}.scores", scores)
             self.ctx.record(f"router.{self.layer}.experts", experts.sort(-1).values)
-            self.ctx.record(f"router.{self.layer}.weights", weights)
-        return weights, selected
+            self.ctx.record(f"router.{self.layer}.weights", dense(weights, experts, moe.experts)[0])
+        return weights, experts
 
     def valid(self, stream: PackedStream) -> torch.Tensor | None:
         """bool [T_local]: the tokens this router sees that are no padding; None where all are."""
@@ -72,19 +72,32 @@ class Router(nn.Module):
             return valid
         return valid.chunk(layout.sizes.tensor)[layout.tp.rank()]
 
-    def tokens_of(self, experts: torch.Tensor) -> torch.Tensor:
-        """Tokens routed to each expert, int64 [E]."""
+    def tokens_of(self, experts: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens routed to each expert, int64 [E]; those with valid[t] False are left out."""
         flat = experts.reshape(-1)
+        one = torch.ones_like(flat) if valid is None else valid.long()[:, None].expand_as(experts).reshape(-1)
         counts = torch.zeros(self.ctx.model.moe.experts, dtype=torch.int64, device=experts.device)
-        return counts.scatter_add_(0, flat, torch.ones_like(flat))
+        return counts.scatter_add_(0, flat, one)
 
-    def count(self, experts: torch.Tensor, r: torch.Tensor, stream: PackedStream) -> None:
-        valid = self.valid(stream)
-        load = self.tokens_of(experts if valid is None else experts[valid])
-        self.load = load if self.load is None else self.load + load
+    @torch.no_grad()
+    def count(
+        self, experts: torch.Tensor, logits: torch.Tensor, cut: torch.Tensor, cut_expert: torch.Tensor,
+        stream: PackedStream,
+    ) -> None:  # fmt: skip
+        moe, valid = self.ctx.model.moe, self.valid(stream)
+        if self.load is None:
+            self.load = torch.zeros(moe.experts, dtype=torch.int64, device=experts.device)
+        self.load += self.tokens_of(experts, valid)
         if self.ctx.model.balancing == "quantile":
-            counts = quantile_balancing.histogram(r, self.bias, self.ctx.model.moe.balancing.bins, valid)
-            self.counts = counts if self.counts is None else self.counts + counts
+            if self.counts is None:
+                self.counts = torch.zeros(moe.experts, moe.balancing.bins, dtype=torch.int64, device=experts.device)
+            routing.required_bias_counts(logits, self.bias, cut, cut_expert, self.counts, valid=valid)
+
+    def forget(self) -> None:
+        """Nothing has been counted."""
+        for counted in (self.load, self.counts):
+            if counted is not None:
+                counted.zero_()
 
     def with_auxiliary_loss(
         self, weights: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, stream: PackedStream
@@ -97,8 +110,8 @@ class Router(nn.Module):
         moe, layout, valid = self.ctx.model.moe, self.ctx.layout, self.valid(stream)
         share = scores / scores.sum(-1, keepdim=True)
         if valid is not None:
-            share, experts = share[valid], experts[valid]
-        routed = self.tokens_of(experts)
+            share = torch.where(valid[:, None], share, 0.0)
+        routed = self.tokens_of(experts, valid)
         group = layout.groups.tp_cp if layout.sizes.sequence_parallel else layout.cp
         if group.size() > 1:
             dist.all_reduce(routed, group=group)
@@ -153,28 +166,46 @@ class LatentMoE(nn.Module):
             self.shared_experts = GatedMLP(ctx, moe.shared_experts * moe.expert_hidden)
         local = moe.experts // ctx.layout.sizes.expert
         first = ctx.layout.ep.rank() * local
-        self.dispatcher = MoEAlltoAllTokenDispatcher(
-            local, list(range(first, first + local)), config=ctx.megatron, pg_collection=ctx.layout.groups
-        )
+        self.dispatcher: MoEAlltoAllTokenDispatcher | None = None
+        if ctx.layout.sizes.expert > 1:
+            self.dispatcher = MoEAlltoAllTokenDispatcher(
+                local, list(range(first, first + local)), config=ctx.megatron, pg_collection=ctx.layout.groups
+            )
 
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         moe = self.ctx.model.moe
-        weights, selected = self.router(x, stream)
+        weights, experts = self.router(x, stream)
         z = x if moe.latent is None else self.latent_down(x)
-        out = self.routed(z, weights, selected)
+        out = self.routed(z, weights, experts)
         if moe.latent is not None:
             out = self.latent_up(elementwise(self.ctx, self.latent_norm, out) if moe.latent_norm else out)
         if moe.shared_experts:
             out = out + self.shared_experts(x)
         return out
 
-    def routed(self, z: torch.Tensor, weights: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Dispatch, experts, combine: [T_local, latent] -> [T_local, latent]."""
+    def routed(self, z: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Dispatch, experts, combine: [T_local, latent] -> [T_local, latent].
+
+        All experts on this rank: rows are sorted by expert on the device, in shapes that do not depend on the routes.
+        Else they travel; the sizes of what each rank sends must then be known on the host.
+        """
+        if self.dispatcher is None:
+            order = routing.make_permutation(experts, self.ctx.model.moe.experts)
+            tokens, probs = routing.dispatch(z, weights, order)
+            return routing.combine(self.experts(tokens, order.counts, probs), order)
         d = self.dispatcher
-        tokens, probs = d.dispatch_preprocess(z, selected, weights)
+        probs, selected = dense(weights, experts, self.ctx.model.moe.experts)
+        tokens, probs = d.dispatch_preprocess(z, selected, probs)
         tokens, probs = d.token_dispatch(tokens, probs)
         tokens, counts, probs = d.dispatch_postprocess(tokens, probs)
         out = self.experts(tokens, counts, probs)
         out = d.combine_preprocess(out)
         out = d.token_combine(out)
         return d.combine_postprocess(out).view(z.shape)
+
+
+def dense(weights: torch.Tensor, experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts [T, k] over all experts: weights [T, E], zero where not selected, and selection bool [T, E]."""
+    shape = (experts.shape[0], count)
+    selected = torch.zeros(shape, dtype=torch.bool, device=experts.device).scatter_(1, experts, True)
+    return torch.zeros(shape, dtype=weights.dtype, device=weights.device).scatter(1, experts, weights), selected

@@ -8,15 +8,13 @@ how the batch was split. All functions are pure; the router owns the state.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 
 def bin_range(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[E] -> scalars (lo, hi) fp64 that contain every required bias: s is in (0, 1), alpha within the biases."""
+    """[..., E] -> (lo, hi) fp64 [...] that contain every required bias: s is in (0, 1), alpha within the biases."""
     b = bias.double()
-    return b.min() - 1.0, b.max() + 1.0
+    return b.amin(-1) - 1.0, b.amax(-1) + 1.0
 
 
 def required_bias(scores: torch.Tensor, bias: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,39 +48,39 @@ def histogram(r: torch.Tensor, bias: torch.Tensor, bins: int, valid: torch.Tenso
 
 
 def solve(counts: torch.Tensor, bias: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Pooled counts int64 [E, bins] and the bias they were taken under, fp32 [E] -> quantile fp64 [E], not centred.
+    """Pooled counts int64 [..., E, bins] and the bias they were taken under, fp32 [..., E] -> quantile fp64 [..., E],
+    not centred. Leading dimensions are layers, solved together; no value is read on the host.
 
     Target rank q = m k / n for m counted tokens: the first bin whose cumulative count reaches ceil(q), interpolated
     linearly inside it. With no tokens counted the bias stays.
     """
-    experts, bins = counts.shape
-    tokens = int(counts[0].sum())
-    if tokens == 0:
-        return bias.double()
-    q = tokens * top_k / experts
+    experts, bins = counts.shape[-2:]
+    tokens = counts[..., 0, :].sum(-1)
+    q = (tokens * top_k).double() / experts
     lo, hi = bin_range(bias)
     width = (hi - lo) / bins
-    cumulative = counts.cumsum(1)
-    first = (cumulative >= math.ceil(q)).to(torch.int8).argmax(1)
-    in_bin = counts.gather(1, first[:, None])[:, 0].double()
-    before = cumulative.gather(1, first[:, None])[:, 0].double() - in_bin
-    fraction = ((q - before) / in_bin).clamp(0.0, 1.0)
-    return lo + (first.double() + fraction) * width
+    cumulative = counts.cumsum(-1)
+    first = (cumulative >= q.ceil()[..., None, None]).to(torch.int8).argmax(-1)
+    in_bin = counts.gather(-1, first[..., None])[..., 0].double()
+    before = cumulative.gather(-1, first[..., None])[..., 0].double() - in_bin
+    fraction = ((q[..., None] - before) / in_bin).clamp(0.0, 1.0)
+    solved = lo[..., None] + (first.double() + fraction) * width[..., None]
+    return torch.where(tokens[..., None] > 0, solved, bias.double())
 
 
 def update(counts: torch.Tensor, bias: torch.Tensor, top_k: int, *, ema: float = 0.0) -> torch.Tensor:
-    """The bias of the next step, fp32 [E]: the quantile, optionally averaged with the old bias, mean-centred."""
+    """The bias of the next step, fp32 [..., E]: the quantile, optionally averaged with the old bias, mean-centred."""
     estimate = solve(counts, bias, top_k)
     if ema:
         estimate = ema * bias.double() + (1.0 - ema) * estimate
-    return (estimate - estimate.mean()).float()
+    return (estimate - estimate.mean(-1, keepdim=True)).float()
 
 
 def sign_update(load: torch.Tensor, bias: torch.Tensor, step: float) -> torch.Tensor:
-    """Fixed-step balancing: raise the bias of under-loaded experts, lower the others, mean-centred. fp32 [E]."""
+    """Fixed-step balancing: raise the bias of under-loaded experts, lower the others, mean-centred. fp32 [..., E]."""
     load = load.double()
-    moved = bias.double() + step * torch.sign(load.mean() - load)
-    return (moved - moved.mean()).float()
+    moved = bias.double() + step * torch.sign(load.mean(-1, keepdim=True) - load)
+    return (moved - moved.mean(-1, keepdim=True)).float()
 
 
 def max_violation(load: torch.Tensor) -> torch.Tensor:

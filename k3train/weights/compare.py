@@ -11,6 +11,7 @@ from torch import Tensor
 
 from k3train.config.schema import ModelConfig
 from k3train.model.attention_residuals import DepthState
+from k3train.model.latent_moe import dense
 from k3train.weights.source import TensorSource
 from k3train.weights.streaming import LayerStream, TokenBatch
 
@@ -98,7 +99,7 @@ def _record(layer: Any, record: dict[str, Any]) -> list[Any]:
         record["input"], record["output"] = arguments, output
 
     def router(_module: Any, _arguments: Any, output: Any) -> None:
-        record["selected"] = output[1]
+        record["selected"] = dense(*output, layer.moe.router.bias.numel())[1]
 
     return [layer.moe.register_forward_hook(moe), layer.moe.router.register_forward_hook(router)]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from k3train.model.attention_residuals import DepthState
+from k3train.model.latent_moe import dense
 from k3train.model.layer import K3Layer
 from k3train.model.situ import gated_activation
 from k3train.weights import gptq, mxfp4
@@ -175,8 +176,8 @@ def routed_inputs(stream: LayerStream, layer: K3Layer, state: DepthState, batch:
     """Run a layer as far as its router, without its experts."""
     seen: list[RoutedInputs] = []
 
-    def instead(z: Tensor, weights: Tensor, selected: Tensor) -> Tensor:
-        seen.append(RoutedInputs(z, weights, selected))
+    def instead(z: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        seen.append(RoutedInputs(z, *dense(weights, experts, stream.model.moe.experts)))
         return torch.zeros_like(z)
 
     layer.moe.routed = instead  # type: ignore[method-assign]
