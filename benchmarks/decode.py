@@ -4,11 +4,13 @@
     python benchmarks/decode.py --contexts 1024,65536 --model k3_proxy
     python benchmarks/decode.py --tiny              # k3_tiny on a CPU: shows that it runs, its times mean nothing
 
+    python benchmarks/decode.py --profile 8         # also: the kernels of a step at the longest context, by time
+
 Weights are random and the cache is filled with noise, since neither changes the time. A step decodes one token of every
-sequence through `k3train.inference.decoder`, as generation does. tokens/s is batch over the median time of a step,
-device drained on both sides. `KDA ms` is the time of all KDA mixers (projections, convolutions, state) of a step,
-between events on the device. The largest batch is the largest for which cache and a step fit the memory of the device:
-an estimate from shapes, lowered until a step succeeds.
+sequence through `Decoder.step`, as generation does: a captured graph on a GPU. tokens/s is batch over the median time
+of a step, device drained on both sides. `KDA ms` is the time of all KDA mixers of a step (projections, convolutions,
+state) against the same cache, captured as a graph of their own. The largest batch is the largest for which cache and a
+step fit the memory of the device: an estimate from shapes, lowered until a step succeeds.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import dataclasses
 import gc
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +38,7 @@ from k3train.model.kda import KDA  # noqa: E402
 from k3train.parallel.layout import Layout  # noqa: E402
 
 CPU_MEMORY = 4_000_000  # bytes that --tiny pretends to have for caches
+SPARE = 2 * 2**30  # for a step's activations and graphs
 
 
 @dataclass
@@ -52,42 +56,44 @@ class Row:
         return self.batch / self.step
 
 
-class TimedKDA:
-    """Adds up the time of every KDA mixer while active."""
+def timed(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Median seconds of a call, device drained on both sides."""
+    times = []
+    for _ in range(rounds):
+        drain(device)
+        begin = time.perf_counter()
+        call()
+        drain(device)
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[rounds // 2]
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.seconds = 0.0
-        self.inner = decoding._Step.attend_kda
 
-    def __enter__(self) -> TimedKDA:
-        timed, inner = self, self.inner
+@torch.no_grad()
+def kda_time(decoder: decoding.Decoder, cache: Cache, rounds: int) -> float:
+    """Seconds of every KDA mixer, one after another, for one token of each sequence; 0 without KDA layers."""
+    ctx = decoder.model.ctx
+    layers = [m for m in decoder.model.modules() if isinstance(m, KDA)]
+    if not layers:
+        return 0.0
+    step = decoding.Step(cache, [1] * cache.batch, ctx.device)
+    x = torch.randn(cache.batch, ctx.model.hidden_size, device=ctx.device).to(ctx.dtype)
 
-        def attend(step: decoding._Step, layer: KDA, x: torch.Tensor) -> torch.Tensor:
-            if timed.device.type == "cpu":
-                begin_s = time.perf_counter()
-                out = inner(step, layer, x)
-                timed.seconds += time.perf_counter() - begin_s
-                return out
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            out = inner(step, layer, x)
-            end.record()
-            timed.spans.append((begin, end))
-            return out
+    def mixers() -> None:
+        for layer in layers:
+            step.attend_kda(layer, x)
 
-        decoding._Step.attend_kda = attend  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        decoding._Step.attend_kda = self.inner  # type: ignore[method-assign]
-
-    def take(self) -> float:
-        """Seconds since the last call; the device must be drained."""
-        total = self.seconds + sum(begin.elapsed_time(end) / 1e3 for begin, end in self.spans)
-        self.seconds, self.spans = 0.0, []
-        return total
+    if ctx.device.type == "cpu":
+        return timed(mixers, ctx.device, rounds)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        mixers()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mixers()
+    graph.replay()
+    return timed(graph.replay, ctx.device, 3 * rounds)
 
 
 def build(model: ModelConfig, layout: Layout, device: torch.device) -> decoding.Decoder:
@@ -105,6 +111,7 @@ def filled_cache(decoder: decoding.Decoder, batch: int, context: int, steps: int
         if isinstance(layer, LatentCache):
             layer.latents.normal_()
     cache.lengths += context
+    cache.note([context] * batch)
     return cache
 
 
@@ -113,24 +120,43 @@ def drain(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+WARM = decoding.PLAIN_STEPS + 1
+
+
 def measure(decoder: decoding.Decoder, batch: int, context: int, steps: int) -> Row:
-    """Two steps to warm up, then `steps` timed ones, the last of which ends at `context` + steps + 2 tokens."""
+    """A few steps to warm up, then `steps` timed ones, the last of which ends at `context` + steps + WARM tokens."""
     device = decoder.model.ctx.device
-    cache = filled_cache(decoder, batch, context, steps + 2)
-    tokens = list(torch.ones(batch, 1, dtype=torch.int64, device=device).unbind(0))
-    times, kda = [], []
-    with TimedKDA(device) as timed:
-        for i in range(steps + 2):
-            drain(device)
-            begin = time.perf_counter()
-            decoder.forward(tokens, cache)
-            drain(device)
-            took, inside = time.perf_counter() - begin, timed.take()
-            if i >= 2:
-                times.append(took)
-                kda.append(inside)
-    middle = len(times) // 2
-    return Row(context, batch, sorted(times)[middle], sorted(kda)[middle], cache.bytes())
+    cache = filled_cache(decoder, batch, context, steps + WARM)
+    tokens = torch.ones(batch, dtype=torch.int64, device=device)
+    for _ in range(WARM):
+        decoder.step(tokens, cache)
+    step = timed(lambda: decoder.step(tokens, cache), device, steps)
+    decoder.forget()
+    return Row(context, batch, step, kda_time(decoder, cache, steps), cache.bytes())
+
+
+def profile(decoder: decoding.Decoder, batch: int, context: int, name: str) -> None:
+    """The kernels of one step by their time, graph and all."""
+    device = decoder.model.ctx.device
+    cache = filled_cache(decoder, batch, context, WARM + 2)
+    tokens = torch.ones(batch, dtype=torch.int64, device=device)
+    for _ in range(WARM):
+        decoder.step(tokens, cache)
+    drain(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        decoder.step(tokens, cache)
+        drain(device)
+    decoder.forget()
+    found: dict[str, list[float]] = {}
+    for event in seen.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    total = sum(sum(times) for times in found.values())
+    count = sum(len(times) for times in found.values())
+    print(f"{name} at {context}, batch {batch}: {count} kernels, {total / 1e3:.3f} ms in them")
+    for kernel, times in sorted(found.items(), key=lambda item: -sum(item[1]))[:22]:
+        print(f"  {sum(times):9.1f} us {len(times):5} x {kernel[:100]}")
+    sys.stdout.flush()
 
 
 def forget() -> None:
@@ -144,11 +170,10 @@ def largest(decoder: decoding.Decoder, context: int, steps: int) -> Row:
     ctx = decoder.model.ctx
     model = ctx.model
     forget()
-    free = torch.cuda.mem_get_info()[0] if ctx.device.type == "cuda" else CPU_MEMORY
+    free = torch.cuda.mem_get_info()[0] - SPARE if ctx.device.type == "cuda" else CPU_MEMORY
     linear = new_cache(model, 1, 0, dtype=ctx.dtype, device=ctx.device).bytes()
-    scores = 14 * model.mla.heads * context  # three fp32 and one bf16 copy of one layer's scores
     width = torch.finfo(ctx.dtype).bits // 8
-    each = bytes_per_token(model, width) * (context + steps + 2) + linear + scores
+    each = bytes_per_token(model, width) * (context + steps + WARM) + linear
     batch = max(1, int(free / each))
     while True:
         try:
@@ -186,6 +211,7 @@ def main() -> None:
     parser.add_argument("--model", default="k3_proxy")
     parser.add_argument("--contexts", default="1024,8192,65536,262144,1048576")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--profile", default="", help="batches to list kernels for, as 1,8")
     options = parser.parse_args()
     if options.tiny:
         options.model, options.contexts, options.steps = "k3_tiny", "16,64", 2
@@ -205,12 +231,19 @@ def main() -> None:
     print(f"{'model':16} {'context':>9} {'batch':>6} {'step ms':>9} {'tokens/s':>10} {'KDA ms':>8} {'cache GiB':>10}")
     decoder = build(every, layout, device)
     theirs = sweep(decoder, "MLA everywhere", contexts, [], options.steps)
+    profiled = [int(b) for b in options.profile.split(",") if b]
+    for batch in profiled:
+        profile(decoder, batch, contexts[-1], "MLA everywhere")
+        forget()
     del decoder
     forget()
     both = theirs["largest"].batch
     decoder = build(hybrid, layout, device)
     ours = sweep(decoder, "KDA and MLA", contexts, [both] if both > 1 else [], options.steps)
 
+    for batch in profiled:
+        profile(decoder, batch, contexts[-1], "KDA and MLA")
+        forget()
     last = str(contexts[-1])
     equal = ours[f"={both}" if both > 1 else last]
     most = theirs["largest"].rate

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from k3train.config.schema import ModelConfig, expand_pattern
+from k3train.errors import ConfigError
 
 
 @dataclass
@@ -32,15 +33,29 @@ class LatentCache:
 
 @dataclass
 class Cache:
-    """One entry a layer; lengths int64 [B]: tokens seen of each sequence."""
+    """One entry a layer; lengths int64 [B]: tokens seen of each sequence, and `seen`, the same on the host.
+
+    Tensors never move while a cache lives, so that a captured graph may hold their addresses.
+    """
 
     layers: dict[int, KDACache | LatentCache]
     lengths: torch.Tensor
     capacity: int
+    seen: list[int]
 
     @property
     def batch(self) -> int:
         return self.lengths.shape[0]
+
+    def room_for(self, counts: list[int]) -> None:
+        """Raises ConfigError when a sequence with counts[b] more tokens would outgrow the cache."""
+        longest = max(n + more for n, more in zip(self.seen, counts))
+        if longest > self.capacity:
+            raise ConfigError(f"{longest} tokens do not fit the cache of {self.capacity}; make it larger")
+
+    def note(self, counts: list[int]) -> None:
+        """counts[b] more tokens were seen; `lengths` on the device is not touched."""
+        self.seen = [n + more for n, more in zip(self.seen, counts)]
 
     def bytes(self) -> int:
         """Bytes held, all layers together."""
@@ -66,7 +81,7 @@ def new_cache(
             tails = [torch.zeros(batch, width, model.kda.conv_size - 1, dtype=dtype, device=device) for _ in range(3)]
             state = torch.zeros(batch, heads, size, size, dtype=torch.float32, device=device)
             layers[index] = KDACache(state, *tails)
-    return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), capacity)
+    return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), capacity, [0] * batch)
 
 
 def bytes_per_token(model: ModelConfig, bytes_per_number: int = 2) -> int:

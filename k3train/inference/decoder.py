@@ -2,7 +2,8 @@
 
 `forward` takes any number of new tokens of each sequence, so prefill in chunks and decoding are one path. With one
 new token a sequence KDA steps its state in place and MLA attends in the absorbed form, where queries go to the latent
-space and no key or value is ever expanded.
+space and no key or value is ever expanded. `step` is that case alone; on a GPU it never waits for the device, and from
+its third call on replays a captured graph, since a decode step is a thousand small kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from torch import nn
 from k3kernels.conv import short_convolution, short_convolution_step
 from k3kernels.kda import kda
 from k3kernels.kda.recurrent import kda_decode
+from k3kernels.latent_attention import latent_attention
 from k3kernels.norm import gated_rms_norm
 from k3train.errors import ConfigError
 from k3train.inference.cache import Cache, KDACache, LatentCache
+from k3train.inference.local_experts import local_experts
 from k3train.model.attention_residuals import DepthState
 from k3train.model.context import PackedStream
 from k3train.model.gated_mla import GatedMLA
@@ -34,6 +37,9 @@ class Decoder:
                 "export the run first, or set parallel.tensor=1 parallel.pipeline=1 parallel.context=1"
             )
         self.model = model.eval()
+        self.graphs = model.ctx.device.type == "cuda" and model.ctx.dtype == torch.bfloat16
+        """Whether `step` captures itself: fp32 experts are multiplied one by one, by counts that the host reads."""
+        self._captured: _Captured | None = None
 
     @torch.no_grad()
     def forward(self, tokens: list[torch.Tensor], cache: Cache, *, logits_of: str = "last") -> torch.Tensor:
@@ -43,25 +49,81 @@ class Decoder:
         Raises ConfigError when a sequence would outgrow the cache.
         """
         counts = [int(t.numel()) for t in tokens]
-        longest = int((cache.lengths + torch.tensor(counts, device=cache.lengths.device)).max())
-        if longest > cache.capacity:
-            raise ConfigError(f"{longest} tokens do not fit the cache of {cache.capacity}; make it larger")
-        step = _Step(self.model, cache, counts)
+        cache.room_for(counts)
         flat = torch.cat(tokens)
+        return self._advance(flat, cache, Step(cache, counts, flat.device), last=logits_of == "last")
+
+    @torch.no_grad()
+    def step(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """One token of every sequence, int64 [B] on the model's device -> logits fp32 [B, V], which the next call may
+        overwrite. Raises ConfigError when a sequence would outgrow the cache."""
+        ones = [1] * cache.batch
+        cache.room_for(ones)
+        if not self.graphs:
+            return self._advance(tokens, cache, Step(cache, ones, tokens.device))
+        if self._captured is None or self._captured.cache is not cache:
+            self._captured = None  # frees the memory of the one before
+            self._captured = _Captured(self, cache)
+        return self._captured(tokens)
+
+    def forget(self) -> None:
+        """Drop the captured graph and with it the cache it was captured on."""
+        self._captured = None
+
+    def _advance(self, flat: torch.Tensor, cache: Cache, step: Step, last: bool = True) -> torch.Tensor:
+        logits = self.compute(flat, step, last)
+        cache.note(step.sizes)
+        return logits
+
+    def compute(self, flat: torch.Tensor, step: Step, last: bool = True) -> torch.Tensor:
+        """The device's part of a forward. Nothing here waits for the device when every sequence has one token."""
         stream = PackedStream(step.cu_seqlens, flat.numel(), attend=step.attend)
-        state = self.model.run_layers(DepthState(partial=self.model.embedding(flat)), stream)
+        with local_experts(self.model):
+            state = self.model.run_layers(DepthState(partial=self.model.embedding(flat)), stream)
         hidden = self.model.read_out(state)
-        if logits_of == "last":
+        if last and not step.one_each:
             hidden = hidden[step.cu_seqlens[1:].long() - 1]
-        cache.lengths += step.counts
+        step.cache.lengths += step.counts
         return self.model.lm_head(self.model.final_norm(hidden)).float()
 
 
-class _Step:
+PLAIN_STEPS = 2  # before a capture: kernels compile, libraries set up
+
+
+class _Captured:
+    """`Decoder.step` on one cache: two plain steps, in which kernels compile and libraries set up, then a graph."""
+
+    def __init__(self, decoder: Decoder, cache: Cache) -> None:
+        self.decoder, self.cache, self.calls = decoder, cache, 0
+        self.tokens = torch.zeros(cache.batch, dtype=torch.int64, device=cache.lengths.device)
+        self.step = Step(cache, [1] * cache.batch, cache.lengths.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits = torch.empty(0)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.tokens.copy_(tokens)
+        self.calls += 1
+        if self.calls <= PLAIN_STEPS:
+            side = torch.cuda.Stream()  # as libraries must be set up for a capture
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                logits = self.decoder.compute(self.tokens, self.step)
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.logits = self.decoder.compute(self.tokens, self.step)
+            self.graph.replay()
+            logits = self.logits
+        self.cache.note(self.step.sizes)
+        return logits
+
+
+class Step:
     """One forward: where each sequence's new tokens lie, and the cached form of both mixers."""
 
-    def __init__(self, model: K3Model, cache: Cache, counts: list[int]) -> None:
-        device = cache.lengths.device
+    def __init__(self, cache: Cache, counts: list[int], device: torch.device) -> None:
         self.cache, self.one_each = cache, all(n == 1 for n in counts)
         self.sizes = counts
         self.counts = torch.tensor(counts, device=device)
@@ -69,6 +131,7 @@ class _Step:
         for n in counts:
             bounds.append(bounds[-1] + n)
         self.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.rows = torch.arange(len(counts), device=device)
 
     def attend(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if isinstance(module, KDA):
@@ -103,7 +166,7 @@ class _Step:
                 y, tail = short_convolution(
                     t[None], w, cu_seqlens=self.cu_seqlens, initial_state=getattr(kept, name), output_final_state=True
                 )
-                setattr(kept, name, tail.to(t.dtype))
+                getattr(kept, name).copy_(tail)
                 mixed.append(y)
             q, k, v = (heads(t, 1) for t in mixed)
             out, state = kda(
@@ -130,7 +193,7 @@ class _Step:
         """Sequence by sequence: keys and values of the whole past, causal. q [T, H, K] -> [T, H, V]."""
         outs = []
         for b, (q_b, latent_b) in enumerate(zip(q.split(self.sizes), latent.split(self.sizes))):
-            past = int(self.cache.lengths[b])
+            past = self.cache.seen[b]
             end = past + q_b.shape[0]
             kept.latents[b, past:end] = latent_b
             k, v = layer.expand(kept.latents[b, :end])
@@ -147,16 +210,13 @@ class _Step:
 
         With W_k, W_v the key and value rows of kv_b_proj: q . (W_k c) = (W_k^T q) . c, sum p (W_v c) = W_v (sum p c).
         """
-        mla, batch = layer.ctx.model.mla, self.cache.batch
-        kept.latents[torch.arange(batch, device=q.device), self.cache.lengths] = latent
-        longest = int(self.cache.lengths.max()) + 1
-        past = kept.latents[:, :longest]
+        mla = layer.ctx.model.mla
+        kept.latents[self.rows, self.cache.lengths] = latent
         weight = layer.kv_b_proj.weight.view(layer.heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
         w_k, w_v = weight.split([mla.nope_dim, mla.v_dim], dim=1)
         q_nope, q_shared = q.split([mla.nope_dim, mla.shared_dim], dim=-1)
         absorbed = torch.cat([torch.einsum("bhn,hnc->bhc", q_nope, w_k), q_shared], dim=-1)
-        scores = torch.matmul(absorbed, past.transpose(1, 2)).float() * layer.scale  # [B, H, S]
-        beyond = torch.arange(longest, device=q.device) > self.cache.lengths[:, None]
-        p = torch.softmax(scores.masked_fill(beyond[:, None], float("-inf")), dim=-1).to(past.dtype)
-        mixed = torch.matmul(p, past[..., : mla.kv_lora_rank])  # [B, H, C]
+        mixed = latent_attention(
+            absorbed, kept.latents, self.cache.lengths + 1, values=mla.kv_lora_rank, scale=layer.scale
+        )
         return torch.einsum("bhc,hvc->bhv", mixed, w_v)

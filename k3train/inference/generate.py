@@ -76,4 +76,4 @@ def generate(
         yield out
         if all(ended) or position == max_tokens - 1:
             return
-        logits = decoder.forward(list(tokens[:, None].unbind(0)), cache)
+        logits = decoder.step(tokens, cache)

@@ -58,7 +58,7 @@ def build_decoder(
         raise WeightsError(f"{opened.origin} does not hold every routed expert in MXFP4; load it with packed=False")
     if packed is None:
         packed = device.type == "cuda" and all_packed(source)
-    model = dataclasses.replace(opened.model, backend="auto")
+    model = dataclasses.replace(opened.model, backend="torch")  # no training kernels, wherever it was trained
     ctx = make_context(model, layout, training_dtype(precision, device), device)
     if packed:
         ctx.backend = PackedBackend()
