@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.distributed.checkpoint.api import CheckpointException
 
+from k3train.config.precision import precision_of
 from k3train.config.schema import Config
 from k3train.engine import gradients, plain_state
 from k3train.engine.base import Batch, StepResult
@@ -44,10 +45,10 @@ by this number, which must not change when a run goes on with another optim.lr."
 
 
 def training_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """`auto` is bf16 on GPU and fp32 on CPU."""
+    """`auto` is bf16 on GPU and fp32 on CPU; under FP8 recipes everything between the products is bf16."""
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def has_weight_decay(param: torch.nn.Parameter) -> bool:
@@ -62,7 +63,10 @@ class MegatronEngine:
     def __init__(self, config: Config, layout: Layout, device: torch.device) -> None:
         self.config, self.layout, self.device = config, layout, device
         dtype = training_dtype(config.train.precision, device)
-        self.ctx = make_context(config.model, layout, dtype, device, recompute=config.train.recompute)
+        self.ctx = make_context(
+            config.model, layout, dtype, device, recompute=config.train.recompute,
+            precision=precision_of(config.train.precision, config.train.bf16_parts),
+        )  # fmt: skip
         chunks = chunks_of_rank(config.model, layout.sizes, layout.pp.rank(), config.parallel.pipeline_layout)
         self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)
         self.transport = self._link_stages()
@@ -265,7 +269,7 @@ class MegatronEngine:
         """A step without an update: what its routers counted is forgotten too."""
         result.skipped = True
         for router in gradients.routers(self.models):
-            router.load = router.counts = None
+            router.forget()
         return result
 
     @contextmanager

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from k3train.config.precision import Precision
 from k3train.config.schema import ModelConfig, expand_pattern
 from k3train.model.attention_residuals import source_ends_before, tensors_before_layer
 from k3train.model.backend import make_backend
@@ -113,11 +114,13 @@ def link_stages(models: list[K3Model], table: Borders) -> None:
 
 
 def make_context(
-    model: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device, *, recompute: str = "none"
-) -> ModelContext:
-    """The shared context of this rank's modules."""
+    model: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device, *, recompute: str = "none",
+    precision: Precision | None = None,
+) -> ModelContext:  # fmt: skip
+    """The shared context of this rank's modules. `precision` says which products run in FP8 (none without it)."""
     config = megatron_config(model, layout.sizes, dtype, on_cpu=device.type != "cuda")
-    backend = make_backend(model.backend, device)
+    head_dims = model.mla.nope_dim + model.mla.shared_dim, model.mla.v_dim
+    backend = make_backend(model.backend, device, dtype=dtype, precision=precision, head_dims=head_dims)
     return ModelContext(model, config, layout, backend, dtype, device, recompute=recompute)
 
 
@@ -128,6 +131,7 @@ def build_chunks(ctx: ModelContext, chunks: list[Chunk], *, seed: int) -> list[K
         with ctx.device:
             model = K3Model(ctx, chunk, virtual_stage=v if len(chunks) > 1 else None)
         initialize_parameters(model, ctx.layout, seed)
+        ctx.backend.finish(model)
         models.append(model)
     return models
 

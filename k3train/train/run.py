@@ -121,7 +121,10 @@ class _Run:
             return DeepSpeedEngine(self.config, layout, self.device)
         from k3train.engine.megatron import MegatronEngine
 
-        return MegatronEngine(self.config, layout, self.device)
+        engine = MegatronEngine(self.config, layout, self.device)
+        if engine.ctx.backend.notice:
+            self.say(engine.ctx.backend.notice)
+        return engine
 
     def _trainer(self, engine: Any, data: Any, changes: dict[str, tuple[Any, Any]]) -> Any:
         import torch.distributed as dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def import_run(config: Config, source: Path) -> int:
     weights = HFFolder(source)
     layout = layouts.initialize(layouts.sizes_from_config(config.parallel, place.world))
     device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
-    ctx = make_context(config.model, layout, training_dtype(config.train.precision, device), device)
+    model = dataclasses.replace(config.model, backend="local")  # nothing is computed: any machine can import
+    ctx = make_context(model, layout, training_dtype(config.train.precision, device), device)
     chunks = chunks_of_rank(config.model, layout.sizes, layout.pp.rank(), config.parallel.pipeline_layout)
     models = build_chunks(ctx, chunks, seed=config.run.seed)
     load_weights(models, weights, layout)

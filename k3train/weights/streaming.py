@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class LayerStream:
     def __init__(self, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.model, self.device = model, device
         self.pattern = expand_pattern(model.pattern, model.hybrid)
-        self.ctx = make_context(model, own_layout(), dtype, device)
+        self.ctx = make_context(replace(model, backend="torch"), own_layout(), dtype, device)
 
     @torch.no_grad()
     def ends(self, source: TensorSource) -> K3Model:

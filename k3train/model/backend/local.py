@@ -103,6 +103,9 @@ class Backend:
     notice = ""
     """One sentence for the start of a run: what this backend costs or leaves out."""
 
+    def finish(self, model: nn.Module) -> None:
+        """Called once with every built chunk of the model, when modules know their names."""
+
     column: type[nn.Module] = Column
     row: type[nn.Module] = Row
     replicated: type[nn.Module] = Replicated
