@@ -1,0 +1,159 @@
+"""SiTU-GLU on a GPU, forward and backward: each tensor is read and written once, only the inputs are kept."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 1024  # of a tile
+
+
+@triton.jit
+def _tanh(x):
+    """Accurate near zero too, where 1 - e^-2x cancels."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = x * (1.0 + square * (-0.33333334 + square * (0.13333334 - square * 0.053968254)))
+    return tl.where(tl.abs(x) < 0.15, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def forward_kernel(
+    gate_ptr, up_ptr, scale_ptr, y_ptr, rows, gate_step, up_step, beta, linear_beta,
+    H: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BOUNDED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(rows / BR), ceil(H / BH)). gate, up [rows, H] with row strides; y [rows, H] contiguous."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.program_id(1) * BH + tl.arange(0, BH)
+    inside = (row < rows)[:, None] & (column < H)[None, :]
+    g = tl.load(gate_ptr + row[:, None] * gate_step + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up_ptr + row[:, None] * up_step + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if BOUNDED:
+        u = linear_beta * _tanh(u / linear_beta)
+    y = beta * _tanh(g / beta) * _sigmoid(g) * u
+    if SCALED:
+        y *= tl.load(scale_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    tl.store(y_ptr + row[:, None] * H + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    gate_ptr, up_ptr, scale_ptr, dy_ptr, dgate_ptr, dup_ptr, dscale_ptr, rows, gate_step, up_step, dgate_step, dup_step,
+    beta, linear_beta, blocks,
+    H: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BOUNDED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(rows / BR), blocks of columns), or (ceil(rows / BR), 1) where SCALED: dscale needs whole rows."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    in_row = row < rows
+    dscale = tl.zeros([BR], tl.float32)
+    if SCALED:
+        scale = tl.load(scale_ptr + row, mask=in_row, other=0.0).to(tl.float32)
+    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+        column = block * BH + tl.arange(0, BH)
+        inside = in_row[:, None] & (column < H)[None, :]
+        g = tl.load(gate_ptr + row[:, None] * gate_step + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up_ptr + row[:, None] * up_step + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row[:, None] * H + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        t, s = _tanh(g / beta), _sigmoid(g)
+        act = beta * t * s
+        bounded, slope = u, 1.0
+        if BOUNDED:
+            tu = _tanh(u / linear_beta)
+            bounded, slope = linear_beta * tu, 1.0 - tu * tu
+        if SCALED:
+            dscale += tl.sum(dy * act * bounded, 1)
+            dy *= scale[:, None]
+        dg = dy * bounded * s * ((1.0 - t * t) + beta * t * (1.0 - s))
+        du = dy * act * slope
+        kind = dgate_ptr.dtype.element_ty
+        tl.store(dgate_ptr + row[:, None] * dgate_step + column[None, :], dg.to(kind), mask=inside)
+        tl.store(dup_ptr + row[:, None] * dup_step + column[None, :], du.to(kind), mask=inside)
+    if SCALED:
+        tl.store(dscale_ptr + row, dscale, mask=in_row)
+
+
+def _tile(H: int) -> tuple[int, int]:
+    BH = min(COLUMNS, triton.next_power_of_2(H))
+    return BH, max(1, COLUMNS // BH)
+
+
+def forward_triton(gate: Tensor, up: Tensor, scale: Tensor | None, beta: float, linear_beta: float | None) -> Tensor:
+    """gate, up [N, h] with a last stride of one."""
+    rows, H = gate.shape
+    y = torch.empty(rows, H, dtype=gate.dtype, device=gate.device)
+    if y.numel():
+        BH, BR = _tile(H)
+        forward_kernel[(triton.cdiv(rows, BR), triton.cdiv(H, BH))](
+            gate, up, gate if scale is None else scale, y, rows, gate.stride(0), up.stride(0), beta, linear_beta or 1.0,
+            H=H, BH=BH, BR=BR, BOUNDED=linear_beta is not None, SCALED=scale is not None, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+def backward_triton(
+    gate: Tensor, up: Tensor, scale: Tensor | None, dy: Tensor, dgate: Tensor, dup: Tensor, beta: float,
+    linear_beta: float | None,
+) -> Tensor | None:  # fmt: skip
+    """Fills dgate and dup [N, h]; returns dscale fp32 [N]."""
+    rows, H = gate.shape
+    dscale = None if scale is None else torch.empty(rows, dtype=torch.float32, device=gate.device)
+    if gate.numel():
+        BH, BR = _tile(H)
+        blocks = triton.cdiv(H, BH)
+        backward_kernel[(triton.cdiv(rows, BR), blocks if scale is None else 1)](
+            gate, up, gate if scale is None else scale, dy, dgate, dup, dy if dscale is None else dscale, rows,
+            gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0), beta, linear_beta or 1.0, blocks, H=H, BH=BH,
+            BR=BR, BOUNDED=linear_beta is not None, SCALED=scale is not None, num_warps=4,
+        )  # fmt: skip
+    return dscale
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class TritonSiTU(torch.autograd.Function):
+    """gate, up [N, h], scale [N] or None -> [N, h]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, scale: Tensor | None, beta: float, linear_beta: float | None
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, scale)
+        ctx.betas = beta, linear_beta
+        return forward_triton(_rows(gate), _rows(up), scale, beta, linear_beta)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        gate, up, scale = ctx.saved_tensors
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        dup = torch.empty_like(dgate)
+        dscale = backward_triton(_rows(gate), _rows(up), scale, dy.contiguous(), dgate, dup, *ctx.betas)
+        return dgate, dup, None if dscale is None or scale is None else dscale.to(scale.dtype), None, None
+
+
+class TritonSiTUPacked(torch.autograd.Function):
+    """x [N, 2h], gate then up, scale [N] or None -> [N, h]; the gradient of x is written in place, never joined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, beta: float, linear_beta: float | None) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.betas = beta, linear_beta
+        gate, up = _rows(x).chunk(2, -1)
+        return forward_triton(gate, up, scale, beta, linear_beta)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, scale = ctx.saved_tensors
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        gate, up = _rows(x).chunk(2, -1)
+        dscale = backward_triton(gate, up, scale, dy.contiguous(), *dx.chunk(2, -1), *ctx.betas)
+        return dx, None if dscale is None or scale is None else dscale.to(scale.dtype), None, None
