@@ -130,7 +130,7 @@ class MuonConfig:
     per_head: bool = True
     scale: str = "block"  # block | matrix: whose shape enters 0.2 * sqrt(max(A, B))
     router: bool = False  # true: the router's matrix goes to Muon too
-    ns_dtype: str = "bf16"  # bf16 | fp32: precision of Newton-Schulz
+    ns_dtype: str = "auto"  # auto | bf16 | fp32: precision of Newton-Schulz; auto is bf16 on GPU, fp32 on CPU
 
 
 @dataclass
@@ -312,7 +312,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.transport": ("cached", "padded"),
     "optim.name": ("adamw", "muon"),
     "optim.muon.scale": ("block", "matrix"),
-    "optim.muon.ns_dtype": ("bf16", "fp32"),
+    "optim.muon.ns_dtype": ("auto", "bf16", "fp32"),
     "schedule.kind": ("cosine", "wsd", "linear"),
     "train.precision": ("auto", "fp32", "bf16", "fp8_block", "fp8_current", "mxfp8"),
     "train.recompute": ("none", "full", "unit", "selective"),
