@@ -150,10 +150,23 @@ class DeepSpeedEngine:
                 args=None, model=self.model, optimizer=optimizer, model_parameters=None, mpu=None,
                 dist_init_required=False, config=settings, config_class=DeepSpeedConfig(settings),
             )  # fmt: skip
+        if self.stage == 3:
+            self._keep_what_is_recomputed(engine.optimizer.parameter_offload.get_param_coordinator())
         if self.stage == 1 and self.ctx.dtype != torch.float32:
             # micro-batches of bf16 gradients add up in fp32, as stages 2 and 3 do in their buckets by themselves
             engine.optimizer.use_grad_accum_attribute = engine.optimizer.use_separate_grad_accum = True
         return engine
+
+    def _keep_what_is_recomputed(self, coordinator: Any) -> None:
+        """A forward that runs again inside a backward gathers parameters which that backward is about to use: they are
+        let go when it has, not when the forward ends."""
+        release = coordinator.release_sub_module
+
+        def unless_recomputing(submodule: torch.nn.Module, forward: bool = False) -> None:
+            if not (forward and self.ctx.recomputing):
+                release(submodule, forward=forward)
+
+        coordinator.release_sub_module = unless_recomputing
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
