@@ -5,6 +5,50 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+MIXERS = ("linear", "delta", "gated_delta", "kda", "hybrid", "softmax")
+TASKS = {
+    "multi_query": ("pairs", "recall:multi_query,pairs={}", (4, 8, 12, 16)),
+    "overwrite": ("pairs, each written 3 times", "recall:overwrite,pairs={},rewrites=3", (2, 4, 6, 8)),
+    "needle": ("noise tokens in between", "recall:needle,pairs=4,distance={}", (6, 12, 24, 48)),
+    "forgetting": ("stale pairs before", "recall:forgetting,pairs=4,stale={}", (0, 6, 12, 24)),
+}
+"""Each recall task: what its picture's axis counts, a suite with that count open, and the counts that are asked."""
+
+TRAINED = {
+    "multi_query": "recall:multi_query,pairs=16,easiest=0.25",
+    "overwrite": "recall:overwrite,pairs=8,rewrites=3,easiest=0.25",
+    "needle": "recall:needle,pairs=4,distance=48,easiest=0.1",
+    "forgetting": "recall:forgetting,pairs=4,stale=24,easiest=0.1",
+}
+"""What a model of each task is trained on: episodes of all sizes from `easiest` of the largest."""
+
+ABLATIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "bound": {"-5 (baseline)": (), "none": ("model.kda.decay_bound=null",)},
+    "residuals": {
+        "off": ("model.attention_residuals=off",),
+        "block (baseline)": (),
+        "full": ("model.attention_residuals=full",),
+    },
+    "balancing": {
+        "quantile (baseline)": (),
+        "sign": ("model.balancing=sign",),
+        "aux_loss": ("model.balancing=aux_loss",),
+        "none": ("model.balancing=none",),
+    },
+    "optimizer": {
+        "per-head Muon (baseline)": (),
+        "whole-matrix Muon": ("optim=muon_matrix",),
+        "AdamW": ("optim=adamw",),
+    },
+    "latent": {
+        "norm and SiTU (baseline)": (),
+        "no norm": ("model.moe.latent_norm=false",),
+        "SwiGLU": ("model.activation=swiglu",),
+        "neither": ("model.moe.latent_norm=false", "model.activation=swiglu"),
+    },
+}
+"""Each ablation's arms and what they change in the baseline, experiment=ablation."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -26,3 +70,47 @@ class Arm:
         """What a record of this arm is known by; the last part changes with the overrides or the suites."""
         text = " ".join([*self.words, "|", *self.suites])
         return self.group, self.name, self.seed, hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def mixer(name: str) -> tuple[str, ...]:
+    """Overrides of a rung; the hybrid is three KDA layers to one of attention."""
+    return ("model.hybrid=3:1",) if name == "hybrid" else (f"model.mixer={name}",)
+
+
+def suites(task: str) -> tuple[str, ...]:
+    """The recall tasks of one kind, from the smallest."""
+    _, text, counts = TASKS[task]
+    return tuple(text.format(count) for count in counts)
+
+
+def recall(seeds: int) -> list[Arm]:
+    """Every rung on every recall task; whole seeds one after the other, so that a cut run still compares."""
+    return [
+        Arm(task, name, ("experiment=ladder", f'data.corpus="{TRAINED[task]}"', *mixer(name)), seed, suites(task))
+        for seed in range(1, seeds + 1)
+        for task in TASKS
+        for name in MIXERS
+    ]
+
+
+def text(seeds: int) -> list[Arm]:
+    """Every rung on text but the hybrid, which is the baseline of the ablations."""
+    names = [name for name in MIXERS if name != "hybrid"]
+    return [Arm("text", n, ("experiment=ladder_text", *mixer(n)), seed) for seed in range(1, seeds + 1) for n in names]
+
+
+def ablations(seeds: int) -> list[Arm]:
+    """The baseline and every departure from it."""
+    departures: dict[tuple[str, ...], str] = {}
+    for kind, arms in ABLATIONS.items():
+        for name, changed in arms.items():
+            departures.setdefault(changed, f"{kind}: {name}" if changed else "baseline")
+    return [
+        Arm("ablation", name, ("experiment=ablation", *changed), seed)
+        for seed in range(1, seeds + 1)
+        for changed, name in departures.items()
+    ]
+
+
+COMPARISONS = {"recall": recall, "text": text, "ablation": ablations}
+"""Comparison -> its arms over so many seeds; the records of each are docs/results/NAME.jsonl."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import shlex
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -37,19 +38,19 @@ def missing(arms: Sequence[Arm], file: Path) -> list[Arm]:
     return [arm for arm in arms if arm.key not in done]
 
 
-def run_arm(arm: Arm) -> dict[str, Any]:
-    """Train one arm here; its record."""
+def run_arm(arm: Arm, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Train one arm here; its record. extra: words that say where things are, not what the arm is."""
     from k3train.config.compose import compose
     from k3train.ladder.train import train_arm
 
-    numbers = train_arm(compose(arm.words), list(arm.suites))
+    numbers = train_arm(compose([*arm.words, *extra]), list(arm.suites))
     group, name, seed, key = arm.key
-    return {"group": group, "arm": name, "seed": seed, "key": key, "words": " ".join(arm.words), **numbers}
+    return {"group": group, "arm": name, "seed": seed, "key": key, "words": shlex.join(arm.words), **numbers}
 
 
 def run_all(
     arms: Sequence[Arm], file: Path, *, workers: int = 1, seconds: float | None = None,
-    say: Callable[[str], None] = print,
+    extra: tuple[str, ...] = (), say: Callable[[str], None] = print,
 ) -> int:  # fmt: skip
     """Train the missing arms in `workers` processes at a time and append each record to `file`.
 
@@ -64,7 +65,7 @@ def run_all(
     begin, failed = time.monotonic(), 0
     queue = iter(todo)
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
-        running = {pool.submit(run_arm, arm): arm for arm, _ in zip(queue, range(workers))}
+        running = {pool.submit(run_arm, arm, extra): arm for arm, _ in zip(queue, range(workers))}
         while running:
             future = next(as_completed(running))
             arm = running.pop(future)
@@ -78,7 +79,7 @@ def run_all(
                 say(f"{arm.group}/{arm.name} seed {arm.seed} failed:\n{traceback.format_exc()}")
             following = next(queue, None) if seconds is None or time.monotonic() - begin < seconds else None
             if following is not None:
-                running[pool.submit(run_arm, following)] = following
+                running[pool.submit(run_arm, following, extra)] = following
     return failed
 
 
