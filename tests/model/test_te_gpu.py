@@ -1,0 +1,150 @@
+"""transformer-engine on the device: FP8 products, training beside BF16, and checkpoints that go both ways."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from k3train.config.precision import Precision
+from k3train.engine.megatron import MegatronEngine
+from k3train.errors import EnvironmentError_
+from k3train.model.backend import make_backend
+from k3train.model.backend.te import TEBackend, TEProduct
+from tests.parallel.tiny import tiny_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs transformer-engine"),
+]
+
+CUDA = torch.device("cuda")
+SIZES = {
+    "model.vocab_size": 256, "model.hidden_size": 128, "model.dense_hidden": 256, "model.kda.heads": 4,
+    "model.kda.head_dim": 32, "model.mla.heads": 4, "model.mla.q_lora_rank": 64, "model.mla.kv_lora_rank": 64,
+    "model.mla.nope_dim": 32, "model.mla.shared_dim": 16, "model.mla.v_dim": 32, "model.moe.expert_hidden": 64,
+    "model.moe.latent": 64, "model.init_std": 0.02, "model.norm_eps": 1e-5, "model.mla.latent_eps": 1e-6,
+    "train.seq_length": 256, "train.micro_batch": 2, "train.global_batch": 4, "optim.eps": 1e-8,
+}  # fmt: skip
+"""Every size a multiple of 16, so that every part can run in FP8."""
+
+
+def engine_of(layout: Any, **train: Any) -> MegatronEngine:
+    backend = train.pop("backend", "te")
+    overrides = {**SIZES, "model.backend": backend, **{f"train.{k}": v for k, v in train.items()}}
+    return MegatronEngine(tiny_config(overrides), layout, CUDA)
+
+
+def batches(config: Any, step: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Tokens that follow a rule three times in four: something to learn, and never all of it."""
+    length, vocabulary = config.train.micro_batch * config.train.seq_length, config.model.vocab_size
+    for m in range(config.train.global_batch // config.train.micro_batch):
+        g = torch.Generator().manual_seed(1_000_000 * seed + 10 * step + m)
+        tokens = torch.randint(0, vocabulary, (length + 1,), generator=g)
+        ruled = torch.rand(length + 1, generator=g) < 0.75
+        for t in range(1, length + 1):
+            if ruled[t]:
+                tokens[t] = (5 * tokens[t - 1] + 7) % vocabulary
+        cu = torch.tensor([0, 100, 101, 256, 300, length], dtype=torch.int32)
+        mask = torch.ones(length)
+        mask[(cu[1:] - 1).long()] = 0.0
+        yield {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "cu_seqlens": cu}
+
+
+def train(engine: MegatronEngine, steps: range, *, lr: float = 2e-3, seed: int = 0) -> list[float]:
+    micro = engine.micro_batches(engine.config.train.global_batch)
+    return [engine.step(batches(engine.config, n, seed), lr, micro).loss for n in steps]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+def test_grouped_products_in_fp8_are_near_those_in_bf16(recipe: str) -> None:
+    """Also for experts without rows, and with the weight gradient added to megatron's fp32 buffer."""
+    g = torch.Generator("cuda").manual_seed(0)
+    counts = torch.tensor([0, 1, 700, 0, 323, 1024], device="cuda")
+    x = torch.randn(2048, 256, device="cuda", generator=g).bfloat16()
+    weight = torch.randn(6, 384, 256, device="cuda", generator=g).bfloat16()
+    dy = torch.randn(2048, 384, device="cuda", generator=g).bfloat16()
+    results = []
+    for precision, buffered in ((Precision(), False), (Precision(recipe), False), (Precision(recipe), True)):
+        backend = make_backend("te", CUDA, precision=precision)
+        a, w = x.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
+        if buffered:
+            w.main_grad = torch.ones_like(w, dtype=torch.float32)
+            w.grad_added_to_main_grad = False
+        out = backend.grouped_linear(a, w, counts)
+        out.backward(dy)
+        if buffered:
+            assert w.grad_added_to_main_grad
+        results.append([out.detach(), a.grad, w.main_grad - 1 if buffered else w.grad])
+    for low in results[1:]:
+        errors = [float((b.float() - a.float()).norm() / a.float().norm()) for a, b in zip(results[0], low)]
+        print(recipe, [f"{e:.4f}" for e in errors])
+        assert 1e-3 < max(errors) < 0.06, errors
+        assert not low[2][0].any() and not low[2][3].any(), "an expert without rows has no gradient"
+
+
+def test_bf16_steps_are_those_of_the_local_backend(one_rank: Any) -> None:
+    """Gradients reach megatron's buffers once: in losses, and in the gradient norm."""
+    seen = {}
+    for backend in ("local", "te"):
+        engine = engine_of(one_rank, backend=backend, precision="bf16")
+        micro = engine.micro_batches(4)
+        seen[backend] = [engine.step(batches(engine.config, n, 0), 1e-3, micro) for n in range(4)]
+    for a, b in zip(seen["local"], seen["te"]):
+        print(f"{a.loss:.4f} {b.loss:.4f}  {a.grad_norm:.4f} {b.grad_norm:.4f}")
+        assert abs(a.loss - b.loss) < 0.02 and abs(a.grad_norm / b.grad_norm - 1) < 0.03
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("te", "local"), ("local", "te")])
+def test_a_checkpoint_of_one_backend_goes_on_in_the_other(
+    one_rank: Any, tmp_path: Path, writer: str, reader: str
+) -> None:
+    first = engine_of(one_rank, backend=writer, precision="bf16")
+    train(first, range(3))
+    first.save(tmp_path, {"step": 3})
+    second = engine_of(one_rank, backend=reader, precision="bf16")
+    assert second.load(tmp_path) == {"step": 3}
+    ours, theirs = first.full_parameters(), second.full_parameters()
+    assert list(ours) == list(theirs)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    a, b = train(first, range(3, 6)), train(second, range(3, 6))
+    print(writer, reader, a, b)
+    assert max(abs(x - y) for x, y in zip(a, b)) < 0.03
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+def test_fp8_trains_like_bf16(one_rank: Any, recipe: str) -> None:
+    steps = range(60)
+    bf16 = train(engine_of(one_rank, precision="bf16"), steps)
+    engine = engine_of(one_rank, precision=recipe, recompute="selective")
+    low = {n for n, m in engine.models[0].named_modules() if isinstance(m, TEProduct) and m.recipe is not None}
+    assert "layers.0.attention.q_proj" in low and "lm_head" not in low and "layers.0.attention.f_a_proj" not in low
+    fp8 = train(engine, steps)
+    ends = [sum(x[-15:]) / 15 for x in (bf16, fp8)]
+    print(recipe, f"start {bf16[0]:.3f} {fp8[0]:.3f}, end {ends[0]:.4f} {ends[1]:.4f}")
+    assert ends[0] < bf16[0] - 0.5, "bf16 has learnt"
+    assert abs(ends[0] - ends[1]) < 0.05
+    assert fp8 != bf16
+
+
+def test_fp8_with_recomputation_of_layers(one_rank: Any) -> None:
+    losses = {}
+    for recompute in ("none", "full"):
+        losses[recompute] = train(engine_of(one_rank, precision="fp8_block", recompute=recompute), range(3))
+    assert max(abs(a - b) for a, b in zip(losses["none"], losses["full"])) < 1e-3, losses
+
+
+def test_mxfp8_is_refused_before_blackwell() -> None:
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("this GPU has it")
+    with pytest.raises(EnvironmentError_, match=r"Blackwell.*fp8_block"):
+        make_backend("te", CUDA, precision=Precision("mxfp8"))
+
+
+def test_the_best_backend_of_this_machine_is_transformer_engine() -> None:
+    assert isinstance(make_backend("auto", CUDA), TEBackend)
