@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -285,13 +286,18 @@ class _Run:
         return greedy(engine, prompt, count)
 
     def _next(self, text: bool) -> str:
-        name, corpus = self.config.run.name, self.config.data.corpus
+        name, corpus = run_name_word(self.config.run.name), self.config.data.corpus
         if text:
-            return f"Next: k3train generate run.name={name} 'generate.prompt=\"def \"'"
-        return f"Next: k3train evaluate run.name={name} 'evaluate.suites=[\"{corpus}\"]'"
+            return f"Next: k3train generate {name} 'generate.prompt=\"def \"'"
+        return f"Next: k3train evaluate {name} 'evaluate.suites=[\"{corpus}\"]'"
 
     def _command(self) -> str:
-        return f"k3train train run.name={self.config.run.name}"
+        return f"k3train train {run_name_word(self.config.run.name)}"
+
+
+def run_name_word(name: str) -> str:
+    """The override to type in a shell for a run of this name: jobs of a sweep have = and , in theirs."""
+    return f"run.name={name}" if re.fullmatch(r"[\w.+-]+", name) else f"'run.name=\"{name}\"'"
 
 
 def _process_start() -> float:

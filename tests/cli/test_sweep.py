@@ -106,3 +106,14 @@ def test_a_job_of_two_ranks_starts_them(fake: Any) -> None:
     done = fake.run("train", "-m", "parallel.data=2", "train.micro_batch=1", "train.steps=3,4")
     assert done.returncode == 0, done.stderr
     assert [(s["rank"], s["world"]) for s in fake.seen()] == [(0, 2), (1, 2)] * 2
+
+
+@pytest.mark.parametrize("name", ["k3_tiny", "ladder-model.mixer=kda,train.steps=3"])
+def test_the_name_of_a_job_can_be_typed_again(name: str) -> None:
+    import shlex
+
+    from k3train.config.compose import compose
+    from k3train.train.run import run_name_word
+
+    (word,) = shlex.split(run_name_word(name))
+    assert compose([word]).run.name == name
