@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,7 @@ from k3train.model.context import PackedStream
 from k3train.model.k3 import K3Model
 from k3train.parallel.layout import Layout
 
+OFFLOADED_BYTES = 20  # a parameter: fp32 weight, two moments, and gradients twice, as DeepSpeed keeps them
 BUCKET = 200_000_000  # elements that are reduced together, at most
 
 
@@ -122,7 +124,9 @@ class DeepSpeedEngine:
             "sub_group_size": 1_000_000_000,
         }
         if e.offload == "cpu":
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+            # pinning copies and cannot be swapped: only where it leaves the host most of its memory
+            pin = cuda and OFFLOADED_BYTES * elements < psutil.virtual_memory().total / 4
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
         return {
             "train_micro_batch_size_per_gpu": train.micro_batch,
             "gradient_accumulation_steps": 1,
