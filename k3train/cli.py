@@ -191,7 +191,8 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
     finally:
         sys.argv = before
     if caught:
-        return composing.to_config(caught[0])
+        config = composing.to_config(caught[0])
+        return composing.adopt_model(config, args.overrides) if name == "train" else config
     for run, code in outcomes:
         print(f"{run}: {'done' if code == 0 else f'exit code {code}'}", flush=True)
     return max((code for _, code in outcomes), default=0)

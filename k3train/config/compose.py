@@ -161,6 +161,25 @@ def diff(saved: Config, asked: Config, section: str = "") -> dict[str, tuple[Any
     return {k: (old.get(k), new[k]) for k in within if old.get(k) != new[k]}
 
 
+def adopt_model(config: Config, overrides: list[str]) -> Config:
+    """The configuration with the saved model of an existing run folder, where no override names a model.
+
+    So a run that was imported goes on by its name alone. The backend stays as asked. Raises ConfigError.
+    """
+    typed = {word.lstrip("+~").partition("=")[0].partition(".")[0].partition("/")[0] for word in overrides}
+    file = Path(config.run.dir) / config.run.name / "config.yaml"
+    if typed & {"model", "experiment"} or not file.is_file():
+        return config
+    saved = load_resolved(file).model
+    model = dataclasses.replace(saved, backend=config.model.backend)
+    if model == config.model:
+        return config
+    adopted = dataclasses.replace(config, model=model)
+    checks.check(adopted)
+    print(f"the model of {file.parent}: {saved.name}", flush=True)
+    return adopted
+
+
 def check_run_folder(config: Config) -> Config | None:
     """Compare the run folder's saved configuration with the one asked for.
 

@@ -60,20 +60,19 @@ def import_run(config: Config, source: Path) -> int:
         save_resolved(config, folder / "config.yaml")
         if (source / "tokenizer.json").is_file():
             shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
-        group = write_model_group(folder, to_dict(config)["model"])
+        write_model_group(folder, to_dict(config)["model"])
         skipped = f", {len(weights.skipped)} vision tensors left out" if weights.skipped else ""
         kept = "MXFP4 experts decoded exactly" if weights.packed else "not quantised"
         print(f"imported {source} ({weights.format}, {kept}{skipped}) into {final}")
-        print(f"train it: k3train train --config-dir {group} model={config.run.name} run.name={config.run.name}")
+        print(f"train it: k3train train run.name={config.run.name}")
     dist.barrier()
     return 0
 
 
-def write_model_group(folder: Path, model: dict[str, object]) -> Path:
-    """Write the imported model as a Hydra group option, so that it can be named on a command line."""
+def write_model_group(folder: Path, model: dict[str, object]) -> None:
+    """Write the imported model as a Hydra group option: `--config-dir FOLDER/conf model=RUN` names it elsewhere."""
     from omegaconf import OmegaConf
 
     group = folder / "conf" / "model"
     group.mkdir(parents=True, exist_ok=True)
     (group / f"{folder.name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(model)), encoding="utf-8")
-    return group.parent

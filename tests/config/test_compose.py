@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from k3train.config import compose as composing
-from k3train.config.compose import check_run_folder, compose, diff, load_resolved, save_resolved
+from k3train.config.compose import adopt_model, check_run_folder, compose, diff, load_resolved, save_resolved
 from k3train.config.schema import Config, expand_pattern
 from k3train.errors import ConfigError, DataError
 
@@ -98,6 +98,17 @@ def test_run_folder_with_another_model_is_refused_with_the_difference(tmp_path: 
     assert "model.kda.decay_bound: saved -5.0, asked null" in str(caught.value)
     assert "run.name=OTHER" in str(caught.value)
     assert check_run_folder(compose([*place, "run.name=fresh"])) is None
+
+
+def test_a_run_goes_on_with_its_saved_model_unless_one_is_typed(tmp_path: Path) -> None:
+    place = [f"run.dir={tmp_path}", "run.name=mine"]
+    save_resolved(compose([*place, "model.name=other", "model.hidden_size=64"]), tmp_path / "mine" / "config.yaml")
+    asked = compose([*place, "train.steps=7"])
+    adopted = adopt_model(asked, [*place, "train.steps=7"])
+    assert (adopted.model.name, adopted.model.hidden_size, adopted.train.steps) == ("other", 64, 7)
+    for typed in ("model=k3_tiny", "model.vocab_size=4096", "+experiment=smoke", "experiment=smoke"):
+        assert adopt_model(asked, [*place, typed]) is asked
+    assert adopt_model(compose(["run.name=new", f"run.dir={tmp_path}"]), []).model.name == "k3_tiny"
 
 
 @pytest.mark.parametrize(
