@@ -89,6 +89,7 @@ class ModelConfig:
     mtp_layers: int = 0  # multi-token prediction: 0 or 1
     mtp_weight: float = 0.1
     backend: str = "auto"  # auto | local | torch | te: where linears, norms, attention and grouped GEMMs come from
+    loss_chunk: int = 0  # tokens whose logits exist at a time in training; 0: 4096, fewer where they would pass 1 GiB
 
 
 @dataclass
@@ -172,7 +173,8 @@ class TrainConfig:
     recompute: str = "none"  # none | full | unit | selective
     sample_tokens: int = 48  # greedy sample written at the end; 0: none
     sample_prompt: str = "def "
-    profile: str | None = None  # "start:stop" steps to trace
+    cuda_graphs: str = "none"  # none | step: forward and backward of a micro-batch as one captured graph, on a GPU
+    profile: str | None = None  # "start:stop": steps to trace into the run folder, start counted from 1, stop left out
     threads: int = 0  # torch CPU threads a process; 0: half of the cores, shared by the local processes
     watchdog_seconds: float = 600.0  # patience with a hung step after the first
     max_norm_growth: float | None = 20.0  # a gradient norm above this many running medians is a bad step; null: never
@@ -315,6 +317,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim.muon.ns_dtype": ("auto", "bf16", "fp32"),
     "schedule.kind": ("cosine", "wsd", "linear"),
     "train.precision": ("auto", "fp32", "bf16", "fp8_block", "fp8_current", "mxfp8"),
+    "train.cuda_graphs": ("none", "step"),
     "train.recompute": ("none", "full", "unit", "selective"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
     "cluster.launcher": ("srun", "torchrun"),

@@ -2,25 +2,34 @@
 
 Sources are the embedding, the sums of completed blocks, and the running sum of the current block. `block` closes a
 block every `residual_block` transformer layers, `full` after every sublayer, `off` is the plain residual stream.
+
+On a GPU the mix and the norm behind it are one kernel (`k3kernels.attention_residuals`), and the gradients of a block's
+sources are found in one pass for all of its sublayers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from k3kernels.attention_residuals import DepthBlock, first_phase_pays
 from k3train.model.context import ModelContext
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
 
 
 @dataclass
 class DepthState:
-    """bank: finished sources, each [T_local, d]; partial: the running sum, or None right after a block closed."""
+    """bank: finished sources, each [T_local, d]; partial: the running sum, or None right after a block closed.
+
+    block: the bank as the kernels read it, on a GPU, from the first mix of a block to its last.
+    """
 
     bank: list[torch.Tensor] = field(default_factory=list)
     partial: torch.Tensor | None = None
+    block: DepthBlock | None = None
 
     def sources(self) -> list[torch.Tensor]:
         return self.bank if self.partial is None else [*self.bank, self.partial]
@@ -28,10 +37,25 @@ class DepthState:
     def close_block(self) -> None:
         assert self.partial is not None
         self.bank = [*self.bank, self.partial]
-        self.partial = None
+        self.partial, self.block = None, None
+
+    def opened(self, eps: float, mixes: Sequence[DepthAttention] = ()) -> DepthBlock:
+        """The bank for the kernels. mixes: those that will read it together with a running sum; their first phase is
+        done here where that saves memory traffic."""
+        if self.block is None:
+            self.block = DepthBlock(self.bank, eps=eps)
+            self.bank = [*self.block.sources]
+            if first_phase_pays(len(self.bank), len(mixes)):
+                self.block.prepare([m.query for m in mixes], [m.norm_weight for m in mixes])
+        return self.block
 
     def add(self, out: torch.Tensor) -> None:
         self.partial = out if self.partial is None else self.partial + out
+
+
+def uses_kernels(source: torch.Tensor) -> bool:
+    """Whether mixes of such sources run as kernels of their own."""
+    return source.is_cuda and source.element_size() < 8
 
 
 def tensors_before_layer(mode: str, layer: int, block: int) -> int:
@@ -124,3 +148,21 @@ class DepthAttention(nn.Module):
         self.ctx.record(f"depth.{self.name}", weights)
         self.ctx.record(f"mix.{self.name}", out)
         return out
+
+    def read(self, state: DepthState, norm: nn.Module, mixes: Sequence[DepthAttention] = ()) -> torch.Tensor:
+        """The mix and then `norm` (an RMS norm with `weight` and `eps`) as one kernel, [T, d]; see `DepthState.opened`
+        for `mixes`."""
+        sources = state.sources()
+        if len(sources) == 1:
+            return norm(sources[0])
+        eps = self.ctx.model.norm_eps
+        if self.ctx.probe is not None and not self.ctx.recomputing:
+            with torch.no_grad():
+                out, weights = mix(sources, self.query, self.norm_weight, eps)
+            self.ctx.record(f"depth.{self.name}", weights)
+            self.ctx.record(f"mix.{self.name}", out)
+        block = state.opened(eps, () if self.ctx.recomputing else mixes)
+        x, state.partial = block.mix(
+            state.partial, self.query, self.norm_weight, output_weight=norm.weight, output_eps=norm.eps
+        )  # type: ignore[arg-type]
+        return x

@@ -30,8 +30,6 @@ class ModelContext:
     recompute: str = "none"
     recomputing: bool = False
     """True while a backward computes activations again: tokens are not counted and nothing is recorded."""
-    track_logits: bool = False
-    """Whether attention layers note down their largest logits while they train (QK-Clip)."""
     probe: Callable[[str, torch.Tensor], None] | None = None
     """When set, modules hand it named intermediate tensors (for goldens and statistics)."""
 
@@ -46,6 +44,8 @@ class PackedStream:
 
     cu_seqlens: int32 [N+1], 0 ... T. sequence_length: T is b sequences of this many tokens and no document crosses
     one (0: unknown). valid: bool [T] of this rank, False for padding that balancing must not count, or None.
+    loss_weight: fp32 [T] of this rank, the factor of each token's loss in the sum that is differentiated, which lets the
+    head find its gradients with the losses (any multiple of that sum may be walked back); None: any sum of the losses.
     attend: replaces every sequence mixer's forward, for decoding against a cache; called with the module and its input.
     """
 
@@ -53,6 +53,7 @@ class PackedStream:
     total: int
     sequence_length: int = 0
     valid: torch.Tensor | None = None
+    loss_weight: torch.Tensor | None = None
     attend: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     cache: dict[str, object] = field(default_factory=dict)
 

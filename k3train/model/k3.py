@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from k3train.config.schema import expand_pattern
 from k3train.model import recompute
-from k3train.model.attention_residuals import DepthAttention, DepthState
+from k3train.model.attention_residuals import DepthAttention, DepthState, uses_kernels
 from k3train.model.context import ModelContext, PackedStream
-from k3train.model.layer import K3Layer
+from k3train.model.head import make_head
+from k3train.model.layer import K3Layer, mixes_of_blocks
 from k3train.model.parameters import ParameterSpec, annotate
 from k3train.parallel.pipeline import Chunk
 from k3train.parallel.transport import StageLink
@@ -50,11 +50,12 @@ class K3Model(MegatronModule):
         if chunk.embeds:
             self.embedding = Embedding(ctx)
         self.layers = nn.ModuleDict({str(i): K3Layer(ctx, i, pattern[i]) for i in range(chunk.first, chunk.last)})
+        mixes_of_blocks(list(self.layers.values()))  # type: ignore[arg-type]
         if chunk.heads:
             if model.attention_residuals != "off":
                 self.output_residual = DepthAttention(ctx, "output")
             self.final_norm = ctx.backend.norm(ctx, model.hidden_size, eps=model.norm_eps)
-            self.lm_head = ctx.backend.column(ctx, model.hidden_size, model.vocab_size)
+            self.lm_head = make_head(ctx)
         self.input_tensor: torch.Tensor | None = None
         self.link: StageLink | None = None  # the borders with the stages before and after, set where there are any
 
@@ -75,9 +76,8 @@ class K3Model(MegatronModule):
         if not self.post_process:
             assert self.link is not None
             return self.link.send(state.sources())
-        hidden = self.ctx.layout.enter_tensor_parallel(self.final_norm(self.read_out(state)))
-        logits = self.lm_head(hidden)
-        return logits if labels is None else self.token_loss(logits, labels)
+        hidden = self.ctx.layout.enter_tensor_parallel(self.normed_output(state))
+        return self.lm_head(hidden, labels, stream.loss_weight)
 
     def run_layers(self, state: DepthState, stream: PackedStream) -> DepthState:
         return recompute.run_layers(self.ctx, list(self.layers.values()), state, stream)  # type: ignore[arg-type]
@@ -88,8 +88,9 @@ class K3Model(MegatronModule):
             return state.partial
         return self.output_residual(state)
 
-    def token_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Cross entropy fp32 [T] over the vocabulary that tensor-parallel ranks hold together."""
-        if self.ctx.layout.sizes.tensor == 1:
-            return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
-        return vocab_parallel_cross_entropy(logits.float(), labels, tp_group=self.ctx.layout.tp)
+    def normed_output(self, state: DepthState) -> torch.Tensor:
+        """What the head reads [T_local, d]."""
+        source = state.sources()[-1]
+        if self.ctx.model.attention_residuals != "off" and uses_kernels(source):
+            return self.output_residual.read(state, self.final_norm)
+        return self.final_norm(self.read_out(state))

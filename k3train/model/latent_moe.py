@@ -142,7 +142,7 @@ class Experts(nn.Module):
         linear = self.ctx.backend.grouped_linear
 
         def activate(gate: torch.Tensor, up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-            return (gated_activation(self.ctx.model, gate, up).float() * probs[:, None]).to(z.dtype)
+            return gated_activation(self.ctx.model, gate, up, probs)
 
         hidden = elementwise(self.ctx, activate, linear(z, self.w1, counts), linear(z, self.w3, counts), probs)
         return linear(hidden, self.w2, counts)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from k3train.model.attention_residuals import DepthState
+from k3train.model.attention_residuals import DepthState, uses_kernels
 
 if TYPE_CHECKING:
     from k3train.model.context import ModelContext, PackedStream
@@ -66,14 +66,21 @@ def run_layers(ctx: ModelContext, layers: list[K3Layer], state: DepthState, stre
 def _layers_region(
     ctx: ModelContext, layers: list[K3Layer], state: DepthState, stream: PackedStream, *, recompute: bool
 ) -> DepthState:
+    block = state.block
+
     def forward(*sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inner = DepthState(list(sources[:-1]), sources[-1])
+        nonlocal block
+        inner = DepthState(list(sources[:-1]), sources[-1], state.block)
         for layer in layers:
             inner = layer(inner, stream)
         assert inner.partial is not None
+        if not ctx.recomputing:
+            block = inner.block
         return (*inner.bank, inner.partial)
 
     assert state.partial is not None
+    if state.bank and uses_kernels(state.bank[0]) and not layers[0].begins_block:
+        state.opened(ctx.model.norm_eps, layers[0].mixes)  # outside of the region: its gradients are of later ones too
     sources = (*state.bank, state.partial)
     out = region(ctx, forward, *sources) if recompute else forward(*sources)
-    return DepthState(list(out[:-1]), out[-1])
+    return DepthState(list(out[:-1]), out[-1], block)
