@@ -155,7 +155,6 @@ class MegatronEngine:
 
     def _make_qk_clip(self) -> QKClip | None:
         tau = self.config.optim.qk_clip
-        self.ctx.track_logits = tau is not None
         return None if tau is None else QKClip(tau, self.models, self.optimizer, self.layout)
 
     def _finalize(self, models: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
@@ -249,7 +248,8 @@ class MegatronEngine:
         loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=False)
         result = StepResult(loss_sum / max(tokens, 1), tokens)
         if self.qk_clip is not None:
-            result.extra |= self.qk_clip.measure()
+            self.qk_clip.measure()
+            result.extra |= self.qk_clip.metrics()
         if not math.isfinite(result.loss):
             return self._skipped(result)
         for group in self.optimizer.param_groups:

@@ -19,7 +19,7 @@ from k3train.parallel import context as context_parallel
 class GatedMLA(nn.Module):
     """[T_local, d] -> [T_local, d]; heads are split over tensor-parallel ranks.
 
-    max_logit: fp32 [H_local], the largest logit of each head since the last step, where `ctx.track_logits` asks for it.
+    max_logit: fp32 [H_local], the largest logit of each head in training since the last step; None where nobody asks.
     """
 
     def __init__(self, ctx: ModelContext, layer: int) -> None:
@@ -70,8 +70,9 @@ class GatedMLA(nn.Module):
 
     def watch(self, q: torch.Tensor, k: torch.Tensor, documents: torch.Tensor | None = None) -> None:
         """Note down the largest logits of queries q [n, H, K] that are the last n positions of keys k [m, H, K]."""
-        largest = largest_logits(q, k, self.scale, documents)
-        self.max_logit = largest if self.max_logit is None else torch.maximum(self.max_logit, largest)
+        assert self.max_logit is not None
+        # in place: a captured graph adds to the same numbers each time
+        torch.maximum(self.max_logit, largest_logits(q, k, self.scale, documents), out=self.max_logit)
 
     def watch_stream(self, q: torch.Tensor, k: torch.Tensor, stream: PackedStream) -> None:
         """`watch`, one sequence after another: q, k [T, H, K] of a whole stream."""
@@ -81,7 +82,7 @@ class GatedMLA(nn.Module):
 
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         layout = self.ctx.layout
-        watching = self.ctx.track_logits and self.training and not self.ctx.recomputing
+        watching = self.max_logit is not None and self.training and not self.ctx.recomputing
         entered = layout.enter_tensor_parallel(x)
         q = self.queries(x, entered)
         latent = layout.enter_tensor_parallel(self.latent(x))

@@ -30,8 +30,11 @@ class QKClip:
 
     def __init__(self, tau: float, models: list[nn.Module], optimizer: Any, layout: Layout) -> None:
         self.tau, self.layout, self.layers = tau, layout, attentions(models)
+        device = next(p for model in models for p in model.parameters()).device
+        for layer in self.layers:  # asks them to take note
+            layer.max_logit = torch.full((layer.heads,), -torch.inf, device=device)
+        self.numbers = torch.tensor([-torch.inf, 0.0], device=device)  # largest logit of the model, clipped heads
         self.factors: dict[int, torch.Tensor] = {}  # id of a weight -> fp32 [rows]
-        self._handles = []
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             inner = getattr(part, "optimizer", None)
             if isinstance(inner, torch.optim.Optimizer):
@@ -39,48 +42,38 @@ class QKClip:
                 def scale(*_: Any, part: Any = part) -> None:
                     self._scale(part)
 
-                self._handles.append(inner.register_step_post_hook(scale))
+                inner.register_step_post_hook(scale)
 
-    def measure(self) -> dict[str, float]:
-        """Agree on the largest logits of the step's micro-batches and forget them; what to do follows from them.
-
-        Collective over all ranks. Returns the metrics train/qk_max_logit and train/qk_clipped_heads.
-        """
-        layout, device = self.layout, torch.device("cpu")
-        largest = torch.zeros(0)
+    def measure(self) -> None:
+        """Agree on the largest logits of the step's micro-batches and forget them; what the coming step of the
+        optimizer is followed by follows from them. Collective over all ranks; waits for nothing."""
+        layout = self.layout
+        self.numbers = torch.tensor([-torch.inf, 0.0], device=self.numbers.device)
         if self.layers:
-            device = next(self.layers[0].parameters()).device
-            # a layer that saw no token this step has nothing to clip
-            none = torch.full((self.layers[0].heads,), -torch.inf, device=device)
-            largest = torch.cat([none if a.max_logit is None else a.max_logit for a in self.layers])
+            largest = torch.cat([a.max_logit for a in self.layers if a.max_logit is not None])
             if layout.dp_cp.size() > 1:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=layout.dp_cp)
-        elif torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-        # NaN compares false: a step with one is refused by its gradient norm
-        gamma = torch.where(largest > self.tau, self.tau / largest, 1.0)
-        self.factors = {}
-        for layer, of_layer in zip(self.layers, gamma.chunk(max(1, len(self.layers)))):
-            layer.max_logit = None
-            self.factors |= {id(weight): rows for weight, rows in row_factors(layer, of_layer)}
-        numbers = torch.tensor([-torch.inf, 0.0], device=device)
-        if self.layers:
-            numbers = torch.stack([largest.max(), (gamma < 1).sum()])
+            # NaN compares false: a step with one is refused by its gradient norm
+            gamma = torch.where(largest > self.tau, self.tau / largest, 1.0)
+            for layer, of_layer in zip(self.layers, gamma.chunk(len(self.layers))):
+                assert layer.max_logit is not None
+                layer.max_logit.fill_(-torch.inf)
+                self.factors |= {id(weight): rows for weight, rows in row_factors(layer, of_layer)}
+            self.numbers = torch.stack([largest.max(), (gamma < 1).sum()])
         group = layout.groups.mp
         if group.size() > 1:
-            dist.all_reduce(numbers[:1], op=dist.ReduceOp.MAX, group=group)
-            dist.all_reduce(numbers[1:], group=group)
-        top, clipped = numbers.tolist()
-        if not clipped:
-            self.factors = {}
-        return {"train/qk_max_logit": top, "train/qk_clipped_heads": int(clipped)}
+            dist.all_reduce(self.numbers[:1], op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(self.numbers[1:], group=group)
+
+    def metrics(self) -> dict[str, float]:
+        """Largest logit before the step and number of clipped heads, over the whole model."""
+        largest, clipped = self.numbers.tolist()
+        return {"train/qk_max_logit": largest, "train/qk_clipped_heads": int(clipped)}
 
     @torch.no_grad()
     def _scale(self, part: Any) -> None:
         """Multiply what one megatron optimizer steps of the clipped weights."""
-        if not self.factors:
-            return
-        for model, stepped, start in stepped_parameters(part):
+        for model, stepped, start in stepped_parameters(part) if self.factors else ():
             rows = self.factors.get(id(model))
             if rows is None:
                 continue
