@@ -24,7 +24,7 @@ from k3train.config.schema import Config
 from k3train.engine import deepspeed_state, gradients
 from k3train.engine.base import Batch, StepResult
 from k3train.engine.deepspeed_gate import NormGate
-from k3train.engine.deepspeed_optimizer import build_optimizer
+from k3train.engine.deepspeed_optimizer import ZeroMuon, build_optimizer
 from k3train.engine.deepspeed_saving import Checksums, UniversalSaver, load_universal
 from k3train.errors import EnvironmentError_
 from k3train.model.build import build_chunks, chunks_of_rank, make_context
@@ -101,6 +101,8 @@ class DeepSpeedEngine:
         self.engine = self._initialize()
         self.ddp = [self.engine]  # what callbacks put into eval mode and run forwards with
         self.optimizer = self.engine.optimizer
+        if isinstance(self.optimizer.optimizer, ZeroMuon):
+            self.optimizer.optimizer.engine = self
         self.gate = NormGate(self.optimizer, self.stage)
         self.saver = UniversalSaver()
         self._remembered: dict[str, torch.Tensor] = {}

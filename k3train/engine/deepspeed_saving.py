@@ -87,25 +87,17 @@ def _save(value: Any, path: Path) -> None:
         raise cause or error from None
 
 
-def state_keys(engine: DeepSpeedEngine) -> list[str]:
-    """States that the optimizer keeps for the elements of every parameter; none before the first step."""
-    found: set[str] = set()
-    for piece in deepspeed_state.pieces(engine):
-        found |= {k for k, v in piece.state.items() if isinstance(v, torch.Tensor) and v.shape == piece.flat.shape}
-    return sorted(found)
-
-
 def _content(engine: DeepSpeedEngine, state: dict[str, Any]) -> Files:
     """What this rank writes of the engine as it is now, in CPU memory. Collective."""
-    states = state_keys(engine)
+    optimizer = deepspeed_state.has_stepped(engine)
     steps = {float(p.state["step"]) for p in deepspeed_state.pieces(engine) if "step" in p.state}
-    tensors = deepspeed_state.collect(engine, [universal.WEIGHTS, *states])
-    content: Files = list(universal.files(tensors, max(steps, default=None)))
+    tensors = deepspeed_state.collect(engine, optimizer=optimizer)
+    content: Files = list(universal.files(tensors, max(steps, default=0.0) if optimizer else None))
     if dist.get_rank() == 0:
         for name, buffer in engine.model.named_buffers():
             if getattr(buffer, "k3", None) is not None:
                 content.append((universal.file_of(name, universal.WEIGHTS), {"param": buffer.detach().float().cpu()}))
-        content.append((universal.ABOUT, universal.about(state, states)))
+        content.append((universal.ABOUT, universal.about(state, optimizer=optimizer)))
     return content
 
 
@@ -116,11 +108,11 @@ def load_universal(engine: DeepSpeedEngine, folder: Path, *, optimizer: bool) ->
     Raises CheckpointError where the folder lacks what this run needs.
     """
     about = universal.read_about(folder)
-    states: list[str] = about["optimizer"] if optimizer else []
-    inner = engine.optimizer.optimizer
-    if not states:
-        inner.state.clear()
+    optimizer = optimizer and about["optimizer"]
+    if not optimizer:
+        engine.optimizer.optimizer.state.clear()
     for piece in deepspeed_state.pieces(engine):
+        states = deepspeed_state.state_keys(engine, piece.name) if optimizer else ()
         for key in (universal.WEIGHTS, *states):
             whole = universal.read(folder, piece.name, key)
             if tuple(whole.shape) != piece.shape:
@@ -131,7 +123,7 @@ def load_universal(engine: DeepSpeedEngine, folder: Path, *, optimizer: bool) ->
             if key not in (universal.WEIGHTS, *piece.state):
                 piece.state[key] = torch.zeros_like(piece.flat)
             piece.of(key).copy_(piece.slice_of(whole))
-        if states:
+        if "exp_avg" in states:
             piece.state["step"] = universal.read(folder, piece.name, "step").clone()
     deepspeed_state.refresh_model(engine)
     for name, buffer in engine.model.named_buffers():

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from k3train.train.optimizer import is_muon
+
 if TYPE_CHECKING:
     from k3train.engine.deepspeed import DeepSpeedEngine
 
@@ -75,6 +77,35 @@ def _of_stage3(engine: DeepSpeedEngine) -> Iterator[Piece]:
             start += size
 
 
+def whole(engine: DeepSpeedEngine, flat: torch.Tensor, local: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Whole tensors, by parameter, of which every rank has `local`, laid out like `flat`. Collective.
+
+    In stages 1 and 2 only those parameters that this rank holds something of; in stage 3 all of the group.
+    """
+    parts = [torch.empty_like(local) for _ in range(engine.layout.sizes.data)]
+    if len(parts) > 1:
+        dist.all_gather(parts, local, group=engine.layout.dp)
+    else:
+        parts = [local]
+    zero, names = engine.optimizer, {id(p): n for n, p in engine.names.items()}
+    found = {}
+    if engine.stage == 3:
+        group = next(g for g, f in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat) if f is flat)
+        start = 0
+        for p in group:
+            size = p.partition_numel()
+            stretches = torch.cat([part.narrow(0, start, size) for part in parts])
+            found[names[id(p)]] = stretches[: p.ds_numel].view(p.ds_shape)
+            start += size
+        return found
+    number = next(i for i, f in enumerate(zero.single_partition_of_fp32_groups) if f is flat)
+    joined = torch.cat(parts)
+    for p, offset in zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number]):
+        if p._hp_mapping is not None:
+            found[names[id(p)]] = joined.narrow(0, offset, p.numel()).view(p.shape)
+    return found
+
+
 def gather(engine: DeepSpeedEngine, key: str) -> dict[str, torch.Tensor]:
     """Whole tensors of `key` ("fp32" or a state of the optimizer) by parameter, fp32 on CPU, on every rank."""
     held = {piece.name: piece for piece in pieces(engine)}
@@ -90,7 +121,20 @@ def gather(engine: DeepSpeedEngine, key: str) -> dict[str, torch.Tensor]:
     return whole
 
 
-def collect(engine: DeepSpeedEngine, keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+def state_keys(engine: DeepSpeedEngine, name: str) -> tuple[str, ...]:
+    """The states that the optimizer keeps for every element of a parameter, once it has stepped."""
+    spec = engine.names[name].k3  # type: ignore[attr-defined]
+    if engine.config.optim.name == "muon" and is_muon(name, spec, engine.config.optim.muon):
+        return ("momentum_buffer",)
+    return ("exp_avg", "exp_avg_sq")
+
+
+def has_stepped(engine: DeepSpeedEngine) -> bool:
+    """Whether the optimizer has state. Collective: a rank that holds no element has none."""
+    return bool(engine.agree(int(any(piece.state for piece in pieces(engine)))))
+
+
+def collect(engine: DeepSpeedEngine, *, optimizer: bool) -> dict[str, dict[str, torch.Tensor]]:
     """Whole tensors by parameter and key, fp32 on CPU, of the parameters that this rank is to write. Collective.
 
     Every parameter goes to one rank, so that all write about as much.
@@ -102,7 +146,7 @@ def collect(engine: DeepSpeedEngine, keys: list[str]) -> dict[str, dict[str, tor
         shape = tuple(p.k3.shape)  # type: ignore[attr-defined]
         owner = loads.index(min(loads))
         loads[owner] += torch.Size(shape).numel()
-        for key in keys:
+        for key in ("fp32", *(state_keys(engine, name) if optimizer else ())):
             if len(loads) == 1:
                 mine.setdefault(name, {})[key] = held[name].of(key).to("cpu", copy=True).view(shape)
                 continue

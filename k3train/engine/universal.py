@@ -36,9 +36,9 @@ def file_of(name: str, key: str) -> str:
     return f"{FOLDER}/{name}/{key}.pt"
 
 
-def about(state: dict[str, Any], states: list[str]) -> str:
-    """The text of k3train.json. states: the optimizer's states that every parameter has."""
-    return json.dumps({"format": FORMAT, "optimizer": states, "state": state}, indent=1, sort_keys=True)
+def about(state: dict[str, Any], *, optimizer: bool) -> str:
+    """The text of k3train.json. optimizer: whether the optimizer's states are there too."""
+    return json.dumps({"format": FORMAT, "optimizer": optimizer, "state": state}, indent=1, sort_keys=True)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
