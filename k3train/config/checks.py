@@ -431,6 +431,11 @@ def _check_engine(config: Config, world: int) -> None:
             "parallel.distributed_optimizer=true is the megatron engine's; type engine=deepspeed (which turns it off "
             "and shards by ZeRO), or engine=megatron"
         )
+    if e.offload == "cpu" and config.optim.name == "muon":
+        raise ConfigError(
+            "optim.name=muon with engine.offload=cpu would orthogonalise matrices on the CPU; type optim.name=adamw, "
+            "engine.offload=none, or engine=megatron"
+        )
     for key in ("overlap_grad_reduce", "overlap_param_gather"):
         if getattr(p, key):
             raise LayoutError(
