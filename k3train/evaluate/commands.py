@@ -26,6 +26,8 @@ def evaluate(config: Config) -> int:
     rows: list[tuple[str, str]] = [("weights", str(opened.origin))]
     results: dict[str, Any] = {}
     for suite in config.evaluate.suites:
+        if suite == "heldout" and settings.data.corpus.startswith("recall:"):
+            suite = settings.data.corpus  # what such a run trains on: episodes that training never draws
         if suite == "heldout":
             results[suite] = _heldout(model, settings, opened, config, device)
         elif suite.startswith("recall:"):
@@ -76,4 +78,5 @@ def _recall(model: Any, settings: Config, suite: str, config: Config, device: An
         task, length, vocab_size=model.ctx.model.vocab_size, seed=settings.run.seed, stream=HELD_OUT
     )
     batches = evaluation_batches(dataset, config.evaluate.samples, micro_batch_size=1, device=device)
-    return {"accuracy": str(recall(model, batches, length))}
+    share = recall(model, batches, length)
+    return {"accuracy": str(share), "sequences": share.units}

@@ -12,10 +12,12 @@ from k3data.batch import Batch
 from k3train.model.context import PackedStream
 from k3train.model.k3 import K3Model
 
+Z = 1.96  # of a 95 % interval
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95 % confidence interval (normal approximation over independent units) and their number."""
+    """A mean with its 95 % confidence interval over independent units, and their number."""
 
     mean: float
     low: float
@@ -27,7 +29,7 @@ class Estimate:
 
 
 def estimate(sums: list[float], weights: list[float]) -> Estimate:
-    """Ratio sum(sums) / sum(weights) over units (sequences), its error by linearisation of the ratio."""
+    """Ratio sum(sums) / sum(weights) over units (sequences), its error by linearisation of the ratio (normal)."""
     total = sum(weights)
     if total <= 0:
         raise ValueError("no token was counted: every loss mask was zero")
@@ -36,7 +38,20 @@ def estimate(sums: list[float], weights: list[float]) -> Estimate:
         return Estimate(mean, float("-inf"), float("inf"), n)
     residual = [s - mean * w for s, w in zip(sums, weights)]
     error = math.sqrt(sum(r * r for r in residual) * n / (n - 1)) / total
-    return Estimate(mean, mean - 1.96 * error, mean + 1.96 * error, n)
+    return Estimate(mean, mean - Z * error, mean + Z * error, n)
+
+
+def proportion(right: list[float], asked: list[float]) -> Estimate:
+    """Share of answers that are right, with the Wilson interval of as many independent answers as the spread between
+    sequences is worth; without any spread (all right, or none) every sequence counts as one answer."""
+    plain = estimate(right, asked)
+    p, n = plain.mean, float(plain.units)
+    error = (plain.high - plain.low) / (2 * Z)
+    if 0 < p < 1 and 0 < error < math.inf:
+        n = min(p * (1 - p) / error**2, sum(asked))
+    centre = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+    return Estimate(p, max(0.0, centre - half), min(1.0, centre + half), plain.units)
 
 
 @torch.no_grad()
@@ -73,4 +88,4 @@ def recall(model: K3Model, batches: Iterator[Batch], seq_length: int) -> Estimat
         hit = (logits_of(model, batch, seq_length).argmax(-1) == batch.labels).float() * batch.loss_mask
         right += hit.view(-1, seq_length).sum(1).tolist()
         asked += batch.loss_mask.view(-1, seq_length).sum(1).tolist()
-    return estimate(right, asked)
+    return proportion(right, asked)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from k3data.batch import Batch
-from k3train.evaluate.heldout import estimate, sequence_losses
+from k3train.evaluate.heldout import estimate, proportion, recall, sequence_losses
 from tests.model.golden_model import build, load_golden
 
 
@@ -47,3 +47,56 @@ def test_sequence_losses_add_up_to_the_mean_loss(model) -> None:  # type: ignore
     assert counts == [19.0, 19.0, 19.0]
     alone, _ = sequence_losses(model, [batch_of(tokens[20:40], 20)], 20)
     assert alone[0] == pytest.approx(sums[1], rel=1e-5)
+
+
+def test_the_interval_of_a_share_stays_inside_and_covers_the_truth() -> None:
+    torch.manual_seed(0)
+    hits = 0
+    for _ in range(400):
+        chance = (0.9 + 0.2 * (torch.rand(40) - 0.5)).double()  # sequences differ: the answers of one are alike
+        right = torch.binomial(torch.full((40,), 12.0).double(), chance)
+        e = proportion(right.tolist(), [12.0] * 40)
+        assert 0 <= e.low <= e.mean <= e.high <= 1
+        hits += e.low <= 0.9 <= e.high
+    assert 0.91 < hits / 400 < 0.99
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [(8.0, 0.7, 1.0), (0.0, 0.0, 0.3)], ids=["all right", "none right"])
+def test_ten_sequences_without_a_miss_do_not_prove_perfection(right: float, low: float, high: float) -> None:
+    e = proportion([right] * 10, [8.0] * 10)
+    assert e.mean == right / 8 and low < e.low + 0.03 and e.high < high + 0.03 and e.high - e.low > 0.2
+
+
+class Oracle(torch.nn.Module):
+    """Answers a recall episode by the last value written for the key, or wrongly every `lapse`-th question."""
+
+    def __init__(self, vocabulary: int, lapse: int = 0) -> None:
+        super().__init__()
+        self.vocabulary, self.lapse, self.asked = vocabulary, lapse, 0
+
+    def forward(self, tokens: torch.Tensor, labels: None, stream: object) -> torch.Tensor:
+        logits = torch.zeros(len(tokens), self.vocabulary)
+        last: dict[int, int] = {}
+        asking = False
+        for i, token in enumerate(tokens.tolist()):
+            if asking and token in last and token < 67 + (self.vocabulary - 67) // 2:  # a key, not a value
+                self.asked += 1
+                wrong = self.lapse and self.asked % self.lapse == 0
+                logits[i, 1 if wrong else last[token]] = 1
+            elif i + 1 < len(tokens):
+                last[token] = int(tokens[i + 1])
+            asking = token == 1 or (asking and token != 0)
+            last = {} if token == 0 else last
+        return logits
+
+
+@pytest.mark.parametrize(("lapse", "accuracy"), [(0, 1.0), (4, 0.75)])
+def test_the_recall_suite_counts_answers(lapse: int, accuracy: float) -> None:
+    from k3data.loader import evaluation_batches
+    from k3data.recall import HELD_OUT, RecallDataset, parse_task
+
+    task = parse_task("recall:overwrite,pairs=4,rewrites=3")
+    dataset = RecallDataset(task, 128, vocab_size=320, seed=3, stream=HELD_OUT)
+    batches = evaluation_batches(dataset, 12, micro_batch_size=1, device=torch.device("cpu"))
+    e = recall(Oracle(320, lapse), batches, 128)  # type: ignore[arg-type]
+    assert e.mean == pytest.approx(accuracy, abs=0.01) and e.units == 12 and e.low < e.mean <= e.high
