@@ -151,7 +151,11 @@ def test_two_phases_pay_for_long_banks_alone() -> None:
     ids=["no sources", "other shape", "other dtype", "short query", "zero eps", "unknown backend", "too many sources"],
 )
 def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {"sources": [torch.zeros(2, 8)] * 2, "query": torch.zeros(8), "norm_weight": torch.ones(8)}
+    arguments: dict[str, object] = {
+        "sources": [torch.zeros(2, 8)] * 2,
+        "query": torch.zeros(8),
+        "norm_weight": torch.ones(8),
+    }
     arguments |= change
     with pytest.raises((ValueError, TypeError), match=message):
         attention_residual(arguments.pop("sources"), **arguments)  # type: ignore[arg-type]

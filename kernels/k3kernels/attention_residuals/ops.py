@@ -72,7 +72,9 @@ class DepthBlock:
             fits = first.element_size() < 8 and len(sources) < MOST_SOURCES
             backend = "triton" if first.is_cuda and fits else "torch"
         if backend == "triton" and len(sources) >= MOST_SOURCES:
-            raise ValueError(f"sources: Triton takes fewer than {MOST_SOURCES}, got {len(sources)}; use backend='torch'")
+            raise ValueError(
+                f"sources: Triton takes fewer than {MOST_SOURCES}, got {len(sources)}; use backend='torch'"
+            )
         self.eps, self.backend = eps, backend
         self._pending = _Pending(backend)
         self.sources: tuple[Tensor, ...] = tuple(sources)

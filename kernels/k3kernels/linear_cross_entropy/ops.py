@@ -159,7 +159,13 @@ class _Gradients:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, head: _Head, wanted: bool, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None
+        ctx: Any,
+        head: _Head,
+        wanted: bool,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        token_weights: Tensor | None,
     ) -> Tensor:
         hidden = hidden.contiguous()
         tokens, dtype = hidden.shape[0], reference.arithmetic(hidden.dtype)
@@ -202,7 +208,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _scaled(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients found in the forward pass times the number c with grad = c token_weights."""
     if ctx.found is None:
-        raise RuntimeError("token_weights: their gradients serve one backward pass; leave them out to walk a graph twice")
+        raise RuntimeError(
+            "token_weights: their gradients serve one backward pass; leave them out to walk a graph twice"
+        )
     found, ctx.found = ctx.found, None  # they are scaled in place: the largest is as large as the weight
     (weights,) = ctx.saved_tensors
     weights = weights.to(grad.dtype)
