@@ -28,6 +28,7 @@ def check(config: Config, world_size: int | None = None) -> None:
     _check_model(config)
     _check_training(config)
     _check_precision(config)
+    _check_graphs(config)
     if config.parallel.auto and world_size is None and config.parallel.world is None:
         return  # sizes are proposed once the number of ranks is known, and checked then
     if config.parallel.auto:
@@ -277,6 +278,28 @@ def _check_training(config: Config) -> None:
         raise ConfigError(
             f"optim.qk_clip={o.qk_clip} needs engine=megatron, not {config.engine.name}; type optim.qk_clip=null"
         )
+
+
+def _check_graphs(config: Config) -> None:
+    """A captured micro-batch holds no collective and nothing that the host must read."""
+    if config.train.cuda_graphs == "none":
+        return
+    p, o = config.parallel, config.optim
+    hindrances = {
+        f"engine={config.engine.name}": config.engine.name != "megatron",
+        **{f"parallel.{n}={getattr(p, n)}": getattr(p, n) > 1 for n in ("tensor", "pipeline", "context", "expert")},
+        "parallel.overlap_grad_reduce=true": p.overlap_grad_reduce,
+        f"optim.qk_clip={o.qk_clip}": o.qk_clip is not None,
+        f"train.precision={config.train.precision}": precision_of(
+            config.train.precision, config.train.bf16_parts
+        ).recipe is not None,
+    }  # fmt: skip
+    for what, there in hindrances.items():
+        if there:
+            raise ConfigError(
+                f"train.cuda_graphs=step captures one rank's whole micro-batch and cannot with {what}; type "
+                "train.cuda_graphs=none"
+            )
 
 
 def _check_precision(config: Config) -> None:

@@ -12,12 +12,14 @@ import torch.distributed as dist
 class UpdateGate:
     """Stands inside the step of a megatron optimizer, which measures the norm, clips, and then applies the update.
 
-    limit: the largest gradient norm that is let through. norm: that of the last step. One small all-reduce a step
-    makes the ranks agree, whatever norms their own optimizers see.
+    limit: the largest gradient norm that is let through. norm: that of the last step. loss: of this step, on the
+    device, or None; it too must be finite. It is read after the norm, so that a step waits for the device once. One small
+    all-reduce a step makes the ranks agree, whatever norms their own optimizers see.
     """
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         self.limit, self.norm, self.device = math.inf, math.nan, device
+        self.loss: torch.Tensor | None = None
         self._measure, self._apply = optimizer.get_grad_norm, optimizer.step_with_ready_grads
         optimizer.get_grad_norm = self._measured
         optimizer.step_with_ready_grads = self._gated
@@ -27,7 +29,8 @@ class UpdateGate:
         return self.norm
 
     def _gated(self) -> bool:
-        refused = not (math.isfinite(self.norm) and self.norm <= self.limit)
+        finite = math.isfinite(self.norm) and (self.loss is None or math.isfinite(float(self.loss)))
+        refused = not (finite and self.norm <= self.limit)
         if dist.get_world_size() > 1:
             flag = torch.tensor([refused], dtype=torch.int32, device=self.device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from k3train.config.precision import precision_of
@@ -27,6 +28,7 @@ from k3train.config.schema import Config
 from k3train.engine import gradients, plain_state
 from k3train.engine.base import Batch, StepResult
 from k3train.engine.gate import UpdateGate
+from k3train.engine.graphs import StepGraphs, to_device
 from k3train.engine.saving import Checksums, Saver
 from k3train.engine.sharded_state import model_state, sharded_tensor
 from k3train.engine.snapshot import HostCopies, optimizer_twin
@@ -62,6 +64,7 @@ class MegatronEngine:
 
     def __init__(self, config: Config, layout: Layout, device: torch.device) -> None:
         self.config, self.layout, self.device = config, layout, device
+        stream = self._capturing_stream()
         dtype = training_dtype(config.train.precision, device)
         self.ctx = make_context(
             config.model, layout, dtype, device, recompute=config.train.recompute,
@@ -75,8 +78,19 @@ class MegatronEngine:
         self.gate = UpdateGate(self.optimizer, device)
         self.qk_clip = self._make_qk_clip()
         self.saver, self._first_save = Saver(), True
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # of a step: loss, tokens that it counts
+        self.graphs = None if stream is None else StepGraphs(self._micro_batch, stream)
 
     # -- building ---------------------------------------------------------------------------------------------------
+
+    def _capturing_stream(self) -> torch.cuda.Stream | None:
+        """With captured graphs, a stream of our own for everything this process does from here on."""
+        if self.config.train.cuda_graphs == "none" or self.device.type != "cuda":
+            return None
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
+        return stream
 
     def _link_stages(self) -> Communicator | None:
         """Tell every chunk what crosses its borders, and make the transfers of this rank."""
@@ -169,13 +183,14 @@ class MegatronEngine:
     # -- stepping ---------------------------------------------------------------------------------------------------
 
     def _forward(self, batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-        batch = {k: v.to(self.device, non_blocking=True) for k, v in next(batches).items()}
+        batch = to_device(next(batches), self.device)
         total = batch["tokens"].shape[0]
         start, length = self._slice(total)
         stream = PackedStream(batch["cu_seqlens"], total, sequence_length=self.config.train.seq_length)
         tokens = batch["tokens"].narrow(0, start, length)
         labels = batch["labels"].narrow(0, start, length)
         mask = batch["loss_mask"].narrow(0, start, length)
+        stream.loss_weight = mask
         if "valid" in batch:
             stream.valid = batch["valid"].narrow(0, start, length)
         output = model(tokens, labels, stream)
@@ -219,19 +234,39 @@ class MegatronEngine:
             **options,
         )
 
-    def _run_schedule(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
-        """Loss sum over counted tokens and their number, over all ranks."""
-        sources = _fan_out(batches, micro_batches, len(self.ddp))
-        outputs = self.run_schedule(self._forward, sources, micro_batches, forward_only=forward_only)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for out in outputs:
-            sums += out["sums"]
+    def _run_schedule(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> torch.Tensor:
+        """Loss sum over counted tokens and their number, over all ranks: fp64 [2] on the device, valid until the next
+        call."""
+        sums = self.sums.zero_()
+        if self.graphs is not None and not forward_only:
+            self._replay(batches, micro_batches)
+        else:
+            sources = _fan_out(batches, micro_batches, len(self.ddp))
+            for out in self.run_schedule(self._forward, sources, micro_batches, forward_only=forward_only):
+                sums += out["sums"]
         dist.all_reduce(sums, group=self.layout.dp_cp)
         if self.layout.pp.size() > 1:  # only the last stage has a loss
             if not self.layout.is_last_stage_rank:
                 sums.zero_()
             dist.all_reduce(sums, group=self.layout.pp)
-        return float(sums[0]), int(sums[1])
+        return sums
+
+    def _replay(self, batches: Iterator[Batch], micro_batches: int) -> None:
+        """What megatron's schedule does without a pipeline, with captured micro-batches."""
+        assert self.graphs is not None
+        context = self.graphs.eager() if self.ctx.probe is not None else nullcontext()
+        with context:
+            for _ in range(micro_batches):
+                self.graphs.micro_batch(next(batches))
+        self._finalize(self.ddp, self.sums[1].int())
+
+    def _micro_batch(self, batch: Batch) -> None:
+        """Forward and backward of one micro-batch on this device; its loss and tokens are added to `sums`."""
+        losses, loss_func = self._forward(iter([batch]), self.ddp[0])
+        loss, _, reported = loss_func(losses)
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=self.device))
+        loss.backward()
+        self.sums += reported["sums"]
 
     def step(
         self, batches: Iterator[Batch], lr: float, micro_batches: int, *, max_grad_norm: float = math.inf
@@ -245,20 +280,19 @@ class MegatronEngine:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=False)
-        result = StepResult(loss_sum / max(tokens, 1), tokens)
+        sums = self._run_schedule(batches, micro_batches, forward_only=False)
         if self.qk_clip is not None:
             self.qk_clip.measure()
-            result.extra |= self.qk_clip.metrics()
-        if not math.isfinite(result.loss):
-            return self._skipped(result)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # megatron leaves this product to a scheduler of its own
             group["weight_decay"] = self.config.optim.weight_decay * group.get("wd_mult", 1.0)
-        self.gate.limit = max_grad_norm
+        self.gate.limit, self.gate.loss = max_grad_norm, sums[0]
         applied, _, _ = self.optimizer.step()
-        result.grad_norm = self.gate.norm
+        loss_sum, tokens = sums.tolist()  # the gate has already waited for them
+        result = StepResult(loss_sum / max(tokens, 1.0), int(tokens), self.gate.norm)
+        if self.qk_clip is not None:
+            result.extra |= self.qk_clip.metrics()
         if not applied:
             return self._skipped(result)
         loads = gradients.balance(self.models, self.layout)
@@ -275,7 +309,8 @@ class MegatronEngine:
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Without captured graphs while inside: every operation is launched by Python, for traces by part."""
-        yield
+        with nullcontext() if self.graphs is None else self.graphs.eager():
+            yield
 
     def micro_batches(self, samples: int) -> int:
         """Micro-batches of this rank in a global batch of `samples` sequences."""
@@ -326,10 +361,10 @@ class MegatronEngine:
         """Mean loss (nats) over `micro_batches` of this rank and every other, and the tokens counted."""
         for model in self.ddp:
             model.eval()
-        loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=True)
+        loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=True).tolist()
         for model in self.ddp:
             model.train()
-        return loss_sum / max(tokens, 1), tokens
+        return loss_sum / max(tokens, 1.0), int(tokens)
 
     # -- state ------------------------------------------------------------------------------------------------------
 

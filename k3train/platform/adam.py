@@ -2,8 +2,9 @@
 
 megatron-core reshards optimizer state only when the step count lives in the parameter group, as in transformer-engine's
 and apex's FusedAdam; torch's AdamW keeps a step in every parameter's state and cannot be loaded under another layout.
-`FusedAdam` is torch's AdamW (the same operations in the same order, hence the same bits as `AdamW(foreach=True)`) with
-the count in the group. `install_adam` puts it where megatron picks its Adam when neither library is installed.
+`FusedAdam` is torch's AdamW with the count in the group: on a CPU the same operations in the same order, hence the same
+bits as `AdamW(foreach=True)`; on a GPU the kernel of `AdamW(fused=True)`. `install_adam` puts it where megatron picks
+its Adam when neither library is installed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from k3train.platform.multi_tensor import install_multi_tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -79,6 +82,13 @@ class FusedAdam(torch.optim.Optimizer):
         means = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
 
+        if params[0].is_cuda and self.adam_w_mode and group["bias_correction"]:  # the same in one pass over memory
+            count = torch.full((), float(step), device=params[0].device)
+            torch._fused_adamw_(
+                params, grads, means, squares, [], [count] * len(params), lr=lr, beta1=beta1, beta2=beta2,
+                weight_decay=decay, eps=group["eps"], amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
         if decay != 0:
             if self.adam_w_mode:
                 torch._foreach_mul_(params, 1 - lr * decay)
@@ -105,6 +115,7 @@ def install_adam() -> bool:
     import megatron.core.optimizer as chosen
     from megatron.core.optimizer import distrib_optimizer as distributed
 
+    install_multi_tensor()
     if chosen.USING_PYTORCH_OPTIMIZER:
         chosen.Adam = distributed.Adam = FusedAdam
         chosen.USING_PYTORCH_OPTIMIZER = False

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from k3train.engine import gradients
 from k3train.model.attention_residuals import DepthAttention
 from k3train.model.gated_mla import GatedMLA
-from k3train.model.k3 import Embedding, K3Model
+from k3train.model.k3 import Embedding
 from k3train.model.kda import KDA
 from k3train.model.latent_moe import Experts, LatentMoE, Router
 from k3train.model.mlp import GatedMLP
@@ -81,6 +81,8 @@ def annotated(engine: Any) -> Iterator[None]:
     wrap(gradients, "balance", "balancing")
     for model in engine.models:
         for module, label in parts_of(model).items():
+            if hasattr(module, "read"):  # the mix over depth with the norm behind it
+                wrap(module, "read", label)
             open_ranges: list[Any] = []
 
             def enter(_module: nn.Module, _inputs: Any, label: str = label, held: list[Any] = open_ranges) -> None:
@@ -91,8 +93,6 @@ def annotated(engine: Any) -> Iterator[None]:
                 held.pop().__exit__(None, None, None)
 
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        if isinstance(model, K3Model):
-            wrap(model, "token_loss", "head and loss")
     try:
         yield
     finally:

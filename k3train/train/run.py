@@ -139,6 +139,7 @@ class _Run:
         from k3train.train.callbacks.checkpointing import Checkpointing
         from k3train.train.callbacks.evaluation import Evaluation
         from k3train.train.callbacks.guard import Guard
+        from k3train.train.callbacks.profiling import Profiling
         from k3train.train.callbacks.reporting import Reporting
         from k3train.train.callbacks.signals import StopSignals
         from k3train.train.callbacks.statistics import DepthAndDecay, ExpertLoad, Throughput, UpdateNorm
@@ -174,6 +175,11 @@ class _Run:
         growth, bad_steps = config.train.max_norm_growth, config.train.max_bad_steps
         callbacks = [
             watchdog,
+            *(
+                [Profiling(config.train.profile, self.folder / "profile")]
+                if config.train.profile and self.is_main
+                else []
+            ),
             StopSignals(),
             ExpertLoad(),
             DepthAndDecay(config.tracking.decay_every, config.model.kda.decay_bound),

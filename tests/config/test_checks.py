@@ -60,6 +60,8 @@ VALUES = {
     "offload on the megatron engine": (["engine.offload=cpu"], "engine=deepspeed"),
     "a zero stage that does not exist": (["engine=deepspeed", "engine.zero_stage=4"], "1, 2 or 3"),
     "a profile that is no range": (["train.profile=10"], "START:STOP"),
+    "graphs over several ranks": (["train.cuda_graphs=step", "parallel.expert=2"], "type train.cuda_graphs=none"),
+    "graphs and QK-Clip": (["train.cuda_graphs=step", "optim.qk_clip=100"], "optim.qk_clip=100"),
     "a run name with a slash": (["run.name=a/b"], "no slash"),
 }
 
