@@ -29,12 +29,11 @@ PARTS = {
     "shared_experts": r"layers\.\d+\.moe\.shared_experts\.(gate|up|down)_proj",
     "latent": r"layers\.\d+\.moe\.latent_(down|up)",
     "experts": r"layers\.\d+\.moe\.experts",
-    "head": r"lm_head",
 }
 """Part of the model -> the names of its modules that hold a product which a recipe can quantise."""
 
-NEVER_FP8 = ("router", "attention_residuals", "norms")
-"""Parts that always compute in FP32 inside: they are listed among the BF16 parts so that the list is whole."""
+NEVER_FP8 = ("router", "attention_residuals", "norms", "head")
+"""Parts that no recipe touches; they stand among the BF16 parts so that the list is whole."""
 
 MULTIPLE = 16
 """Every dimension of an FP8 product is a multiple of this."""
@@ -45,7 +44,7 @@ class Precision:
     """recipe: a key of RECIPES, or None for no FP8. bf16_parts: what the recipe leaves alone."""
 
     recipe: str | None = None
-    bf16_parts: tuple[str, ...] = ("kda_gates", *NEVER_FP8, "head")
+    bf16_parts: tuple[str, ...] = ("kda_gates", *NEVER_FP8)
 
     def quantises(self, module: str) -> bool:
         """Whether the products of the module of this name run in FP8."""

@@ -86,8 +86,8 @@ class ModelConfig:
     situ_linear_beta: float | None = 25.0  # null: the up branch is not bounded
     norm_eps: float = 1e-5
     init_std: float = 0.02
-    mtp_layers: int = 0  # multi-token prediction: 0 or 1
-    mtp_weight: float = 0.1
+    mtp_layers: int = 0  # multi-token prediction: 0, or 1 further layer while training
+    mtp_loss_weight: float = 0.1  # of its loss, summed over tokens and divided by the main loss's tokens
     backend: str = "auto"  # auto | local | torch | te: where linears, norms, attention and grouped GEMMs come from
     loss_chunk: int = 0  # tokens whose logits exist at a time in training; 0: 4096, fewer where they would pass 1 GiB
 
@@ -163,7 +163,7 @@ class TrainConfig:
     micro_batch: int = 1  # sequences a rank sees in one forward
     global_batch: int = 8  # sequences in an optimizer step
     precision: str = "auto"  # auto | fp32 | bf16 | fp8_block | fp8_current | mxfp8; auto is bf16 on GPU, fp32 on CPU
-    # FP8 recipes leave these parts in BF16 (k3train.config.precision.PARTS); router, mixes over depth and norms always
+    # FP8 recipes leave these parts in BF16 (k3train.config.precision.PARTS); all but kda_gates always
     bf16_parts: list[str] = field(
         default_factory=lambda: ["kda_gates", "router", "attention_residuals", "norms", "head"]
     )

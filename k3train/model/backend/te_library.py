@@ -144,7 +144,7 @@ class _Installed:
         rows = counts.tolist()  # this grouped product of cuBLAS takes its sizes from the host
         experts = len(rows)
         padded, sizes = self.te.Fp8Padding(experts, _ROWS)(x, rows)
-        out = self._grouped.apply(padded, weight, sizes, recipe)
+        out = self._grouped.apply(padded, weight, sizes, recipe, torch.is_grad_enabled())
         return self.te.Fp8Unpadding(experts, _ROWS)(out, rows)
 
 
@@ -213,33 +213,42 @@ def _grouped_function(te: Any, tex: Any) -> Any:
 
     class Grouped(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, sizes: list[int], recipe: Any) -> torch.Tensor:
+        def forward(
+            ctx: Any, x: torch.Tensor, weight: torch.Tensor, sizes: list[int], recipe: Any, training: bool
+        ) -> torch.Tensor:
             experts, out_features, in_features = weight.shape
             inputs, weights, _ = quantizers(recipe, "forward", experts)
-            x_low = quantise(x.contiguous(), sizes, inputs, rowwise=True, columnwise=weight.requires_grad)
+            x_low = quantise(x.contiguous(), sizes, inputs, rowwise=True, columnwise=training)
             stacked = weight.reshape(experts * out_features, in_features)
-            w_low = quantise(stacked, [out_features] * experts, weights, rowwise=True, columnwise=x.requires_grad)
+            w_low = quantise(stacked, [out_features] * experts, weights, rowwise=True, columnwise=training)
             out = x.new_empty(x.shape[0], out_features)
             general_grouped_gemm(
                 w_low, x_low, [out], [None] * experts, x.dtype, m_splits=sizes, single_output=True,
                 use_split_accumulator=recipe.fp8_gemm_fprop.use_split_accumulator,
             )  # fmt: skip
+            if not training:
+                return out
             for tensor in x_low:
                 tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
-            ctx.x_low, ctx.w_low, ctx.weight, ctx.sizes, ctx.recipe = x_low, w_low, weight, sizes, recipe
+            # through save_for_backward, so that a recomputed layer does not keep them
+            tensors, ctx.tensor_objects = te.prepare_for_saving(*x_low, *w_low)
+            ctx.save_for_backward(*tensors)
+            ctx.weight, ctx.sizes, ctx.recipe = weight, sizes, recipe
             return out
 
         @staticmethod
         def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             weight, sizes, recipe = ctx.weight, ctx.sizes, ctx.recipe
             experts, _, in_features = weight.shape
+            low = te.restore_from_func_ctx(ctx)
+            x_low, w_low = low[:experts], low[experts:]
             by, _ = quantizers(recipe, "backward", experts)
             dy_low = quantise(dy.contiguous(), sizes, by, rowwise=True, columnwise=True)
             dx = dy.new_empty(dy.shape[0], in_features)
-            for tensor in ctx.w_low:
+            for tensor in w_low:
                 tensor.update_usage(columnwise_usage=True)
             general_grouped_gemm(
-                ctx.w_low, dy_low, [dx], [None] * experts, dy.dtype, layout="NN", m_splits=sizes, grad=True,
+                w_low, dy_low, [dx], [None] * experts, dy.dtype, layout="NN", m_splits=sizes, grad=True,
                 single_output=True, use_split_accumulator=recipe.fp8_gemm_dgrad.use_split_accumulator,
             )  # fmt: skip
             fused = hasattr(weight, "main_grad")
@@ -247,13 +256,12 @@ def _grouped_function(te: Any, tex: Any) -> Any:
             if not fused and 0 in sizes:
                 dw.zero_()
             general_grouped_gemm(
-                ctx.x_low, dy_low, list(dw.unbind(0)), [None] * experts, dy.dtype, layout="NT", m_splits=sizes,
+                x_low, dy_low, list(dw.unbind(0)), [None] * experts, dy.dtype, layout="NT", m_splits=sizes,
                 grad=True, accumulate=fused, use_split_accumulator=recipe.fp8_gemm_wgrad.use_split_accumulator,
             )  # fmt: skip
-            ctx.x_low = ctx.w_low = None
             if fused:
                 weight.grad_added_to_main_grad = True
                 dw = get_dummy_wgrad(list(weight.shape), weight.dtype)
-            return dx, dw, None, None
+            return dx, dw, None, None, None
 
     return Grouped
