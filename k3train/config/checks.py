@@ -184,7 +184,7 @@ _FRACTIONS = [
 ]  # fmt: skip
 _NOT_NEGATIVE = [
     "run.seed", "model.dense_layers", "model.mla.shared_dim", "model.moe.shared_experts", "model.init_std",
-    "model.mtp_weight", "optim.weight_decay", "train.eval_samples", "train.sample_tokens", "train.threads",
+    "model.mtp_loss_weight", "optim.weight_decay", "train.eval_samples", "train.sample_tokens", "train.threads",
     "data.workers", "cluster.gpus_per_node", "cluster.max_restarts", "cluster.signal_lead", "generate.temperature",
     "generate.top_k",
 ]  # fmt: skip
@@ -234,10 +234,6 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model.dense_layers={m.dense_layers} exceeds the {len(pattern)} layers of model.pattern")
     if m.mtp_layers not in (0, 1):
         raise ConfigError(f"model.mtp_layers={m.mtp_layers} must be 0 or 1")
-    if m.mtp_layers:
-        raise ConfigError(
-            "model.mtp_layers=1: multi-token prediction is not part of this version; type model.mtp_layers=0"
-        )
     if moe.latent_norm and moe.latent is None:
         raise ConfigError("model.moe.latent_norm=true needs model.moe.latent; type model.moe.latent_norm=false")
     for key, width in (
@@ -317,6 +313,11 @@ def _check_precision(config: Config) -> None:
             f"train.precision={t.precision} is built for engine=megatron, not {config.engine.name}; type "
             "train.precision=bf16"
         )
+    if t.cuda_graphs != "none" and "experts" not in t.bf16_parts and layers(config)[config.model.dense_layers :]:
+        raise ConfigError(
+            f"train.cuda_graphs={t.cuda_graphs}: the FP8 products of experts read their sizes on the host, which no graph "
+            f"can capture; type train.bf16_parts='[{','.join(('experts', *t.bf16_parts))}]', or train.cuda_graphs=none"
+        )
     rows = t.micro_batch * t.seq_length // (p.context * (p.tensor if sequence_parallel(config) else 1))
     if rows % MULTIPLE:
         raise ConfigError(
@@ -351,7 +352,7 @@ def _check_layout(config: Config) -> None:
         )
     if p.sequence and p.tensor == 1:
         raise LayoutError("parallel.sequence=true needs parallel.tensor above 1; type parallel.sequence=null")
-    if p.tensor > 1 and not sequence_parallel(config) and m.dense_layers < len(pattern):
+    if p.tensor > 1 and not sequence_parallel(config) and (m.mtp_layers or m.dense_layers < len(pattern)):
         raise LayoutError(
             f"parallel.sequence=false with parallel.tensor={p.tensor}: experts need sequence parallelism with tensor "
             "parallelism; type parallel.sequence=true"
@@ -384,6 +385,12 @@ def _check_pipeline(config: Config, pattern: str) -> None:
         raise LayoutError(
             f"parallel.virtual={p.virtual} needs parallel.pipeline above 1; type parallel.virtual=1 "
             "or parallel.pipeline=2"
+        )
+    if p.pipeline > 1 and config.model.mtp_layers and config.model.attention_residuals == "off":
+        raise LayoutError(
+            f"model.mtp_layers=1 with parallel.pipeline={p.pipeline} needs the embedding on the last stage, which travels "
+            "there as a source of attention residuals only; type model.attention_residuals=block, parallel.pipeline=1 "
+            "or model.mtp_layers=0"
         )
     stages = p.pipeline * p.virtual
     if stages > len(pattern):
@@ -440,6 +447,10 @@ def _check_engine(config: Config, world: int) -> None:
                 f"engine.offload={e.offload} belongs to DeepSpeed; type engine=deepspeed or engine.offload=none"
             )
         return
+    if config.model.mtp_layers:
+        raise ConfigError(
+            "model.mtp_layers=1 is trained by engine=megatron only; type engine=megatron or model.mtp_layers=0"
+        )
     if e.zero_stage not in (1, 2, 3):
         raise ConfigError(f"engine.zero_stage={e.zero_stage} must be 1, 2 or 3")
     split = {n: getattr(p, n) for n in ("tensor", "pipeline", "context", "expert") if getattr(p, n) != 1}

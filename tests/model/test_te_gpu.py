@@ -139,6 +139,17 @@ def test_fp8_with_recomputation_of_layers(one_rank: Any) -> None:
     assert max(abs(a - b) for a, b in zip(losses["none"], losses["full"])) < 1e-3, losses
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+def test_a_captured_micro_batch_is_the_eager_one(one_rank: Any, precision: str) -> None:
+    parts = ["experts", *Precision().bf16_parts]
+    runs = [
+        train(engine_of(one_rank, precision=precision, bf16_parts=parts, cuda_graphs=graphs), range(5))
+        for graphs in ("none", "step")
+    ]
+    print(precision, runs)
+    assert max(abs(a - b) for a, b in zip(*runs)) < 5e-3
+
+
 def test_mxfp8_is_refused_before_blackwell() -> None:
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU has it")
