@@ -26,6 +26,7 @@ from k3train.weights import mxfp4
 
 TOKENS = (1, 4, 16, 64)
 CALLS = 10  # in a graph
+LARGEST = 121  # scale byte: 2**-6
 
 
 def timer(call: Callable[[], object], device: str) -> Callable[[], float]:
@@ -75,16 +76,16 @@ def bf16_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) ->
 def tiles_to_try(tokens: int) -> list[tuple[int, ...]]:
     rows = max(16, min(64, tokens))
     return [
-        (rows, outputs, bytes_, 4 if outputs == 64 else warps, stages)
-        for outputs, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
-        for bytes_, stages in ((32, 5), (64, 3), (64, 4), (64, 6), (128, 3), (128, 4))
+        (rows, outputs, blocks, 4, stages)
+        for outputs, blocks in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
+        for stages in (3, 4, 6)
     ]
 
 
 def grouped(experts: int, out: int, width: int, device: str, rounds: int, tune: bool) -> None:
     generator = torch.Generator(device).manual_seed(0)
     packed = torch.randint(0, 256, (experts, out, width // 2), generator=generator, device=device, dtype=torch.uint8)
-    scale = torch.randint(116, 122, (experts, out, width // 32), generator=generator, device=device, dtype=torch.uint8)
+    scale = torch.randint(116, LARGEST + 1, (experts, out, width // 32), generator=generator, device=device, dtype=torch.uint8)
     weight = torch.stack([decode(p, s, torch.bfloat16) for p, s in zip(packed, scale)])
     print(f"grouped product, {experts} experts of [{out}, {width}]")
     print(f"{'tokens/expert':>13} {'bf16 us':>9} {'mxfp4 us':>9} {'ratio':>6} {'bf16 TB/s':>9} {'mxfp4 TB/s':>10} {'error':>8}")
@@ -93,7 +94,7 @@ def grouped(experts: int, out: int, width: int, device: str, rounds: int, tune: 
         counts = torch.full((experts,), tokens, device=device)
 
         def ours(x: torch.Tensor = x, counts: torch.Tensor = counts) -> torch.Tensor:
-            return mxfp4_grouped_linear(x, packed, scale, counts)
+            return mxfp4_grouped_linear(x, packed, scale, counts, largest_scale=LARGEST)
 
         def theirs(x: torch.Tensor = x, counts: torch.Tensor = counts) -> torch.Tensor:
             return bf16_product(x, weight, counts)
@@ -117,7 +118,7 @@ def tune_tiles(
     for sizes in tiles_to_try(tokens):
         tile = Tile(*sizes)
         try:
-            call = timer(partial(grouped_linear_triton, x, packed, scale, counts, tile), "cuda")
+            call = timer(partial(grouped_linear_triton, x, packed, scale, counts, tile, LARGEST), "cuda")
             found.append((medians([call], 7)[0], tile))
         except Exception as failure:  # a tile that needs more than the device has
             print(f"    {tile}: {failure!r:.80}")

@@ -21,7 +21,8 @@ from k3train.weights.source import TensorSource
 
 
 class PackedStack(nn.Module):
-    """One of w1, w2, w3 of this rank's experts: packed uint8 [E, out, in/2], scale uint8 [E, out, in/32]."""
+    """One of w1, w2, w3 of this rank's experts: packed uint8 [E, out, in/2], scale uint8 [E, out, in/32], of which
+    none is above `largest_scale`."""
 
     packed: torch.Tensor
     scale: torch.Tensor
@@ -29,6 +30,7 @@ class PackedStack(nn.Module):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         experts, out, inputs = shape
+        self.largest_scale = 0
         self.register_buffer("packed", torch.zeros(experts, out, inputs // 2, dtype=torch.uint8))
         self.register_buffer("scale", torch.zeros(experts, out, inputs // GROUP, dtype=torch.uint8))
 
@@ -44,7 +46,7 @@ class PackedBackend(Backend):
     def grouped_linear(self, x: torch.Tensor, weight: torch.Tensor | PackedStack, counts: torch.Tensor) -> torch.Tensor:
         """Rows of x [N, in], sorted by expert with counts [E] rows each, times the packed experts -> [N, out]."""
         if isinstance(weight, PackedStack):
-            return mxfp4_grouped_linear(x, weight.packed, weight.scale, counts)
+            return mxfp4_grouped_linear(x, weight.packed, weight.scale, counts, largest_scale=weight.largest_scale)
         return super().grouped_linear(x, weight, counts)
 
 
@@ -77,5 +79,6 @@ def fill_packed(model: nn.Module, source: HFFolder, layout: Layout) -> int:
                 )
             stack.packed[i].copy_(packed)
             stack.scale[i].copy_(scale)
+            stack.largest_scale = max(stack.largest_scale, int(scale.max()))
             count += 1
     return count

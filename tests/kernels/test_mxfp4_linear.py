@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from k3kernels.mxfp4 import decode, mxfp4_grouped_linear
+from k3kernels.mxfp4.reference import VALUES
 
 on_gpu = torch.cuda.is_available()
 DEVICE = "cuda" if on_gpu else "cpu"
@@ -85,16 +86,34 @@ def test_every_code_under_every_scale_is_exact(backend: str, dtype: torch.dtype)
 
 
 def test_the_instructions_of_the_gpu_decoder_give_every_code() -> None:
-    """The bit placement of the PTX, in numpy-like integers: two bytes in one register, low and high nibbles."""
-    byte = torch.arange(256)
-    spread = byte << 8
-    low = ((spread << 4) & 0x8000) | ((spread >> 2) & 0x01C0)
-    high = (spread & 0x8000) | ((spread >> 6) & 0x01C0)
-    one = torch.full((256, 1, 1), 127, dtype=torch.uint8)
-    want = decode(byte.to(torch.uint8).view(256, 1, 1).expand(-1, 1, 16), one)[:, 0]
-    for bits, column in ((low, 0), (high, 1)):
-        value = (bits << 16).to(torch.int32).view(torch.float32) * 2.0**126
-        assert torch.equal(value, want[:, column])
+    """The moves of the PTX on every pair of neighbouring codes, as integers, and both ways of scaling."""
+    from k3kernels.mxfp4.triton_linear import MOVES
+
+    word = torch.arange(1 << 16)
+    codes = torch.stack([(word >> 4 * i) & 15 for i in range(4)])
+    want = torch.tensor(VALUES)[codes]
+    for i, (sign, magnitude) in enumerate(MOVES):
+        moved = [(word << n if n >= 0 else word >> -n) for n in (sign, magnitude)]
+        bits = (moved[0] & 0x8000) | (moved[1] & 0x01C0)
+        value = (bits << 16).to(torch.int32).view(torch.float32)
+        assert torch.equal(value * 2.0**126, want[i])
+        for byte in (1, 64, 127, 128):
+            scale = torch.tensor((byte + 126) << 23, dtype=torch.int32).view(torch.float32)
+            assert torch.equal(value.double() * scale.double(), want[i].double() * 2.0 ** (byte - 127))
+
+
+@pytest.mark.parametrize("width", [32, 96, 128, 160, 256])
+def test_columns_keep_their_partners_when_x_is_permuted(width: int) -> None:
+    """Place 64 (j // 2) + 8 c + 2 t + j % 2 of a block holds column 32 t + 8 j + c; what is beyond the width is zero."""
+    from k3kernels.mxfp4.triton_linear import permuted
+
+    x = torch.arange(1, width + 1).float().view(1, width)
+    y = permuted(x).flatten()
+    for column in range(-(-width // 128) * 128):
+        block, inside = divmod(column, 128)
+        t, j, c = inside // 32, inside // 8 % 4, inside % 8
+        place = 128 * block + 64 * (j // 2) + 8 * c + 2 * t + j % 2
+        assert y[place] == (column + 1 if column < width else 0)
 
 
 @pytest.mark.parametrize(
@@ -119,15 +138,27 @@ def test_bad_argument_is_refused(change: dict[str, Any], error: type[Exception],
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [3584, 3072, 544], ids=lambda n: f"width {n}")
 @pytest.mark.parametrize("rows", [1, 4, 16, 17, 64, 200], ids=lambda n: f"{n} rows an expert")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_on_a_gpu_at_wide_experts(rows: int, dtype: torch.dtype) -> None:
-    packed, scale = experts(5, 3072, 3584)
+def test_on_a_gpu_at_wide_experts(rows: int, dtype: torch.dtype, width: int) -> None:
+    packed, scale = experts(5, 700, width)
     counts = [rows, 2 * rows, 0, 1, rows]
-    check(
-        torch.randn(sum(counts), 3584, generator=torch.Generator().manual_seed(1)).to(dtype),
-        packed,
-        scale,
-        counts,
-        "auto",
-    )
+    x = torch.randn(sum(counts), width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    check(x, packed, scale, counts, "auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("outputs", [64, 128, 256])
+def test_small_scales_may_be_declared_in_every_tile(outputs: int, blocks: int) -> None:
+    """The same bits as without: both ways of scaling are exact."""
+    from k3kernels.mxfp4.triton_linear import Tile, grouped_linear_triton
+
+    packed, scale = (t.cuda() for t in experts(4, 512, 1024, low=1, high=129))
+    x = torch.randn(40, 1024, device="cuda").bfloat16()
+    counts = torch.tensor([20, 0, 3, 17], device="cuda")
+    tile = Tile(16, outputs, blocks, 4, 3)
+    plain, small = (grouped_linear_triton(x, packed, scale, counts, tile, n) for n in (254, 128))
+    assert torch.equal(plain, small) and torch.isfinite(plain).all()
