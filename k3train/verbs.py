@@ -34,6 +34,9 @@ VERBS: dict[str, Verb] = {
     "quantize": Verb("quantise exported experts to MXFP4", "k3train.weights.commands:quantize", "quantize"),
     "export": Verb("write a checkpoint as a Hugging Face folder", "k3train.weights.commands:export", "export"),
     "import": Verb("start a run from a Hugging Face folder", "k3train.weights.commands:import_", "imports", True),
+    "convert": Verb(
+        "make a run of one engine into one of the other", "k3train.engine.deepspeed_convert:convert", words=True
+    ),
     "plan": Verb("parameters, memory, FLOPs and time of a configuration", "k3train.planning.command:plan"),
     "submit": Verb("render an sbatch script and hand it to Slurm", "k3train.submit:submit"),
     "data prepare": Verb("turn text into an indexed dataset", "k3train.commands:data_prepare", "data"),

@@ -121,7 +121,9 @@ class DeepSpeedEngine:
             "overlap_comm": cuda and e.zero_stage > 1,
             "contiguous_gradients": True,
             "stage3_prefetch_bucket_size": min(50_000_000, bucket),
-            "stage3_param_persistence_threshold": e.persistent_numel,
+            # kernels read vectors of several modules at once (a mix over depth and the norm behind it), where ZeRO-3
+            # gathers for one module at a time: vectors as long as the model is wide stay whole
+            "stage3_param_persistence_threshold": max(e.persistent_numel, self.config.model.hidden_size),
             # one flat partition a parameter group: nothing here is large enough to need swapping in pieces
             "sub_group_size": 1_000_000_000,
         }
@@ -183,6 +185,7 @@ class DeepSpeedEngine:
         stream = PackedStream(
             batch["cu_seqlens"], batch["tokens"].shape[0], sequence_length=self.config.train.seq_length
         )
+        stream.loss_weight = batch["loss_mask"]
         if "valid" in batch:
             stream.valid = batch["valid"]
         return stream

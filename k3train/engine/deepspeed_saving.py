@@ -97,7 +97,8 @@ def _content(engine: DeepSpeedEngine, state: dict[str, Any]) -> Files:
         for name, buffer in engine.model.named_buffers():
             if getattr(buffer, "k3", None) is not None:
                 content.append((universal.file_of(name, universal.WEIGHTS), {"param": buffer.detach().float().cpu()}))
-        content.append((universal.ABOUT, universal.about(state, optimizer=optimizer)))
+        dtype = "bf16" if engine.ctx.dtype == torch.bfloat16 else "fp32"
+        content.append((universal.ABOUT, universal.about(state, optimizer=optimizer, dtype=dtype)))
     return content
 
 

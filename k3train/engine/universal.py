@@ -36,9 +36,11 @@ def file_of(name: str, key: str) -> str:
     return f"{FOLDER}/{name}/{key}.pt"
 
 
-def about(state: dict[str, Any], *, optimizer: bool) -> str:
-    """The text of k3train.json. optimizer: whether the optimizer's states are there too."""
-    return json.dumps({"format": FORMAT, "optimizer": optimizer, "state": state}, indent=1, sort_keys=True)
+def about(state: dict[str, Any], *, optimizer: bool, dtype: str) -> str:
+    """The text of k3train.json. optimizer: whether the optimizer's states are there too. dtype: bf16 | fp32, in which
+    the model was trained."""
+    content = {"format": FORMAT, "optimizer": optimizer, "dtype": dtype, "state": state}
+    return json.dumps(content, indent=1, sort_keys=True)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     if (folder / ".metadata").is_file():
         hint = (
             "; it is the megatron engine's: type engine=megatron, or make a run of it that DeepSpeed can go on with: "
-            f"k3train convert source={folder} run.name=OTHER engine=deepspeed"
+            f"k3train convert {folder} --to deepspeed --output OTHER"
         )
     raise CheckpointError(f"{folder} is not a checkpoint of the DeepSpeed engine{hint}")
 

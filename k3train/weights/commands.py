@@ -50,10 +50,11 @@ def tensors_left_out(opened: Opened, format: str) -> list[str]:
     Raises WeightsError for any other: the checkpoint and its configuration would not belong together.
     """
     from k3train.config.hf import format_of
+    from k3train.engine.universal import UniversalSource
     from k3train.weights.checkpoint import CheckpointSource
     from k3train.weights.names import entries
 
-    if not isinstance(opened.source, CheckpointSource):
+    if not isinstance(opened.source, (CheckpointSource, UniversalSource)):
         return []
     known = {entry.ours for entry in entries(opened.model, format_of(opened.model, format))}
     extra = [name for name in opened.source.names() if name not in known]

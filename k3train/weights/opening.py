@@ -9,6 +9,7 @@ from typing import Any
 
 from k3train.config.hf import SpecialTokens
 from k3train.config.schema import Config, ModelConfig
+from k3train.engine.universal import UniversalSource, is_universal
 from k3train.errors import WeightsError
 from k3train.weights.checkpoint import CheckpointSource
 from k3train.weights.hf import tokens_of
@@ -44,6 +45,11 @@ def open_weights(path: Path | str, say: Callable[[str], None] = print) -> Opened
     return open_run(path, say)
 
 
+def checkpoint_source(folder: Path) -> CheckpointSource | UniversalSource:
+    """The weights of one checkpoint, whichever engine wrote it."""
+    return UniversalSource(folder) if is_universal(folder) else CheckpointSource(folder)
+
+
 def open_hf(path: Path) -> Opened:
     """A Hugging Face folder of kimi_k3 or kimi_linear."""
     folder = HFFolder(path)
@@ -70,5 +76,5 @@ def open_run(path: Path, say: Callable[[str], None] = print) -> Opened:
     tokens = tokens_of(tokenizer) if found else SpecialTokens()
     identity = {"checkpoint": str(origin.resolve()), "manifest": (origin / disk.MANIFEST).read_text()}
     return Opened(
-        "run", origin, config.model, CheckpointSource(origin), tokens, found, identity, run=run, config=config
+        "run", origin, config.model, checkpoint_source(origin), tokens, found, identity, run=run, config=config
     )
