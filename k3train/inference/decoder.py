@@ -18,7 +18,6 @@ from k3kernels.latent_attention import latent_attention
 from k3kernels.norm import gated_rms_norm
 from k3train.errors import ConfigError
 from k3train.inference.cache import Cache, KDACache, LatentCache
-from k3train.inference.local_experts import local_experts
 from k3train.model.attention_residuals import DepthState
 from k3train.model.context import PackedStream
 from k3train.model.gated_mla import GatedMLA
@@ -78,8 +77,7 @@ class Decoder:
     def compute(self, flat: torch.Tensor, step: Step, last: bool = True) -> torch.Tensor:
         """The device's part of a forward. Nothing here waits for the device when every sequence has one token."""
         stream = PackedStream(step.cu_seqlens, flat.numel(), attend=step.attend)
-        with local_experts(self.model):
-            state = self.model.run_layers(DepthState(partial=self.model.embedding(flat)), stream)
+        state = self.model.run_layers(DepthState(partial=self.model.embedding(flat)), stream)
         hidden = self.model.read_out(state)
         if last and not step.one_each:
             hidden = hidden[step.cu_seqlens[1:].long() - 1]
