@@ -36,6 +36,7 @@ from k3train.errors import CheckpointError
 from k3train.model.build import build_chunks, chunks_of_rank, link_stages, make_context, stage_borders
 from k3train.model.context import PackedStream
 from k3train.model.k3 import K3Model
+from k3train.model.mtp import further
 from k3train.parallel.layout import Layout
 from k3train.parallel.transport import Communicator
 from k3train.train import optimizer as muon_optimizer
@@ -78,7 +79,8 @@ class MegatronEngine:
         self.gate = UpdateGate(self.optimizer, device)
         self.qk_clip = self._make_qk_clip()
         self.saver, self._first_save = Saver(), True
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # of a step: loss, tokens that it counts
+        self.sums = torch.zeros(2 + 2 * bool(config.model.mtp_layers), dtype=torch.float64, device=device)
+        """Of a step: loss and tokens that it counts, and those of multi-token prediction."""
         self.graphs = None if stream is None else StepGraphs(self._micro_batch, stream)
 
     # -- building ---------------------------------------------------------------------------------------------------
@@ -193,12 +195,18 @@ class MegatronEngine:
         stream.loss_weight = mask
         if "valid" in batch:
             stream.valid = batch["valid"].narrow(0, start, length)
+        if self.config.model.mtp_layers and model.training:
+            stream.further = further(batch["labels"], batch["loss_mask"], stream, start, length)
         output = model(tokens, labels, stream)
 
         def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             total_loss = (losses * mask).sum()
-            count = mask.sum()
-            return total_loss, count.int(), {"sums": torch.stack([total_loss.detach().double(), count.double()])}
+            numbers = [total_loss.detach(), mask.sum()]
+            ahead = stream.further
+            if ahead is not None and ahead.loss is not None:
+                numbers += [ahead.loss.detach(), ahead.mask.sum()]
+                total_loss = total_loss + self.config.model.mtp_loss_weight * ahead.loss
+            return total_loss, numbers[1].int(), {"sums": torch.stack(numbers).double()}
 
         return output, loss_func
 
@@ -235,15 +243,14 @@ class MegatronEngine:
         )
 
     def _run_schedule(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> torch.Tensor:
-        """Loss sum over counted tokens and their number, over all ranks: fp64 [2] on the device, valid until the next
-        call."""
+        """`sums` over all ranks: valid until the next call."""
         sums = self.sums.zero_()
         if self.graphs is not None and not forward_only:
             self._replay(batches, micro_batches)
         else:
             sources = _fan_out(batches, micro_batches, len(self.ddp))
             for out in self.run_schedule(self._forward, sources, micro_batches, forward_only=forward_only):
-                sums += out["sums"]
+                sums[: out["sums"].numel()] += out["sums"]
         dist.all_reduce(sums, group=self.layout.dp_cp)
         if self.layout.pp.size() > 1:  # only the last stage has a loss
             if not self.layout.is_last_stage_rank:
@@ -289,10 +296,12 @@ class MegatronEngine:
             group["weight_decay"] = self.config.optim.weight_decay * group.get("wd_mult", 1.0)
         self.gate.limit, self.gate.loss = max_grad_norm, sums[0]
         applied, _, _ = self.optimizer.step()
-        loss_sum, tokens = sums.tolist()  # the gate has already waited for them
+        loss_sum, tokens, *ahead = sums.tolist()  # the gate has already waited for them
         result = StepResult(loss_sum / max(tokens, 1.0), int(tokens), self.gate.norm)
         if self.qk_clip is not None:
             result.extra |= self.qk_clip.metrics()
+        if ahead:
+            result.extra["train/mtp_loss"] = ahead[0] / max(ahead[1], 1.0)
         if not applied:
             return self._skipped(result)
         loads = gradients.balance(self.models, self.layout)
@@ -323,7 +332,7 @@ class MegatronEngine:
     def _gather_loads(self, loads: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, tuple[float, float] | None]:
         """Load of every MoE layer of the model on every rank: [MoE layers, E], and the range of all biases."""
         model = self.config.model
-        layers = self.ctx.megatron.num_layers
+        layers = self.ctx.megatron.num_layers + model.mtp_layers
         table = torch.zeros(layers, model.moe.experts, dtype=torch.int64, device=self.device)
         span = torch.zeros(2, device=self.device)
         for layer, load in loads.items():
@@ -361,7 +370,7 @@ class MegatronEngine:
         """Mean loss (nats) over `micro_batches` of this rank and every other, and the tokens counted."""
         for model in self.ddp:
             model.eval()
-        loss_sum, tokens = self._run_schedule(batches, micro_batches, forward_only=True).tolist()
+        loss_sum, tokens, *_ = self._run_schedule(batches, micro_batches, forward_only=True).tolist()
         for model in self.ddp:
             model.train()
         return loss_sum / max(tokens, 1.0), int(tokens)

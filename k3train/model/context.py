@@ -15,6 +15,7 @@ from k3train.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from k3train.model.backend import Backend
+    from k3train.model.mtp import Further
 
 
 @dataclass
@@ -46,6 +47,7 @@ class PackedStream:
     one (0: unknown). valid: bool [T] of this rank, False for padding that balancing must not count, or None.
     loss_weight: fp32 [T] of this rank, the factor of each token's loss in the sum that is differentiated, which lets the
     head find its gradients with the losses (any multiple of that sum may be walked back); None: any sum of the losses.
+    further: the targets of multi-token prediction in a training step, and its loss afterwards; None: not predicted.
     attend: replaces every sequence mixer's forward, for decoding against a cache; called with the module and its input.
     """
 
@@ -54,6 +56,7 @@ class PackedStream:
     sequence_length: int = 0
     valid: torch.Tensor | None = None
     loss_weight: torch.Tensor | None = None
+    further: Further | None = None
     attend: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     cache: dict[str, object] = field(default_factory=dict)
 

@@ -13,6 +13,7 @@ from k3train.model.attention_residuals import DepthAttention, DepthState, uses_k
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.head import make_head
 from k3train.model.layer import K3Layer, mixes_of_blocks
+from k3train.model.mtp import MultiTokenPrediction
 from k3train.model.parameters import ParameterSpec, annotate
 from k3train.parallel.pipeline import Chunk
 from k3train.parallel.transport import StageLink
@@ -56,6 +57,8 @@ class K3Model(MegatronModule):
                 self.output_residual = DepthAttention(ctx, "output")
             self.final_norm = ctx.backend.norm(ctx, model.hidden_size, eps=model.norm_eps)
             self.lm_head = make_head(ctx)
+            if model.mtp_layers:
+                self.mtp = MultiTokenPrediction(ctx, len(pattern))
         self.input_tensor: torch.Tensor | None = None
         self.link: StageLink | None = None  # the borders with the stages before and after, set where there are any
 
@@ -66,8 +69,10 @@ class K3Model(MegatronModule):
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None, stream: PackedStream) -> torch.Tensor:
         """tokens, labels int64 [T] of this rank's slice -> loss fp32 [T] (labels given), logits [T, V / TP] (none
         given), or the packed depth state [n * T_local, 1, d] for the next stage."""
+        embedded = None
         if self.pre_process:
-            state = DepthState(partial=self.embedding(tokens))
+            embedded = self.embedding(tokens)
+            state = DepthState(partial=embedded)
         else:
             assert self.input_tensor is not None and self.link is not None
             sources = self.link.receive(self.input_tensor)
@@ -76,8 +81,18 @@ class K3Model(MegatronModule):
         if not self.post_process:
             assert self.link is not None
             return self.link.send(state.sources())
+        if stream.further is not None:
+            # with attention residuals the embedding is the first source of every stage
+            self.predict_further(state, embedded if not state.bank else state.bank[0], stream)
         hidden = self.ctx.layout.enter_tensor_parallel(self.normed_output(state))
         return self.lm_head(hidden, labels, stream.loss_weight)
+
+    def predict_further(self, state: DepthState, embedded: torch.Tensor | None, stream: PackedStream) -> None:
+        """Leave the loss of the tokens after the next in `stream.further`."""
+        assert stream.further is not None and embedded is not None
+        targets = stream.further
+        hidden = self.ctx.layout.enter_tensor_parallel(self.mtp(self.read_out(state), embedded, stream))
+        targets.loss = (self.lm_head(hidden, targets.labels, targets.mask) * targets.mask).sum()
 
     def run_layers(self, state: DepthState, stream: PackedStream) -> DepthState:
         return recompute.run_layers(self.ctx, list(self.layers.values()), state, stream)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from k3train.engine.gradients import routers
 from k3train.engine.megatron import MegatronEngine
 from tests.parallel.assemble import GradientPiece
 
@@ -59,7 +60,7 @@ class Selections:
         layer, _, what = rest.partition(".")
         index = int(layer)
         if what == "scores":
-            router = next(m.layers[layer].moe.router for m in self.engine.models if layer in m.layers)
+            router = next(r for r in routers(self.engine.models) if r.layer == index)
             top = torch.topk(value + router.bias, router.ctx.model.moe.top_k + 1, dim=-1).values
             self.gap = min(self.gap, float((top[:, -2] - top[:, -1]).min()))
         elif what == "experts":

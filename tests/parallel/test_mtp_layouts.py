@@ -1,0 +1,38 @@
+"""Multi-token prediction trains alike under every layout: the further layer's gradients, and what it adds to others'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.compare import differences, one_process, train
+
+MTP = {"model.mtp_layers": 1, "model.mtp_loss_weight": 0.5}
+LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (2, {"tensor": 2}, {}),
+    (2, {"pipeline": 2}, {}),
+    (2, {"pipeline": 2, "virtual": 2}, {}),
+    (2, {"context": 2}, {"train.micro_batch": 1}),
+    (2, {"data": 2}, {"train.recompute": "full"}),
+    (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1, "train.recompute": "unit"}),
+    (4, {"pipeline": 2, "expert": 2, "transport": "padded"}, {}),
+    (2, {"data": 2}, {"optim.qk_clip": 0.45}),
+]
+
+
+@pytest.mark.parametrize(("world", "sizes", "overrides"), LAYOUTS, ids=str)
+def test_the_further_layer_trains_as_in_one_process(
+    world: int, sizes: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    want = one_process(MTP | {k: v for k, v in overrides.items() if k.startswith("optim.")})
+    assert all("train/mtp_loss" in step.extra for step in want)
+    assert not differences(train(world, sizes, MTP | overrides), want)
+
+
+def test_the_main_loss_is_not_changed_by_a_weight_of_zero() -> None:
+    plain, idle = one_process(), one_process({**MTP, "model.mtp_loss_weight": 0.0})
+    for a, b in zip(plain, idle):
+        assert (a.loss, a.tokens) == (b.loss, b.tokens)
+        assert all(not b.gradients[n].any() for n in b.gradients.keys() - a.gradients.keys())
+        assert all((b.gradients[n] == g).all() for n, g in a.gradients.items())
