@@ -286,9 +286,6 @@ def _check_graphs(config: Config) -> None:
         **{f"parallel.{n}={getattr(p, n)}": getattr(p, n) > 1 for n in ("tensor", "pipeline", "context", "expert")},
         "parallel.overlap_grad_reduce=true": p.overlap_grad_reduce,
         f"optim.qk_clip={o.qk_clip}": o.qk_clip is not None,
-        f"train.precision={config.train.precision}": precision_of(
-            config.train.precision, config.train.bf16_parts
-        ).recipe is not None,
     }  # fmt: skip
     for what, there in hindrances.items():
         if there:
