@@ -28,12 +28,10 @@ from k3train.ladder.arms import COMPARISONS  # noqa: E402
 def run(args: argparse.Namespace) -> int:
     from k3train.ladder.pool import run_all
 
-    failed = 0
-    for name in args.comparisons:
-        wanted = COMPARISONS[name](args.seeds)
-        file = args.folder / f"{name}.jsonl"
-        extra = tuple(args.override)
-        failed += run_all(wanted, file, workers=args.workers, seconds=args.seconds, extra=extra)
+    wanted = [arm for name in args.comparisons for arm in COMPARISONS[name](args.seeds)]
+    wanted.sort(key=lambda arm: arm.seed)  # a run that is cut short still compares
+    extra = tuple(args.override)
+    failed = run_all(wanted, args.folder, workers=args.workers, seconds=args.seconds, extra=extra)
     return 1 if failed else 0
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from k3train.ladder.arms import Arm
+from k3train.ladder.arms import TASKS, Arm
 
 PRELOAD = "k3train.ladder.preload"
 
@@ -32,9 +32,18 @@ def records(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def missing(arms: Sequence[Arm], file: Path) -> list[Arm]:
+def file_of(arm: Arm, folder: Path) -> Path:
+    """Where the record of an arm goes: the recall tasks share a file, other groups have their own."""
+    return folder / f"{'recall' if arm.group in TASKS else arm.group}.jsonl"
+
+
+def missing(arms: Sequence[Arm], folder: Path) -> list[Arm]:
     """The arms without a record of their seed, overrides and suites, in order."""
-    done = {(r["group"], r["arm"], r["seed"], r["key"]) for r in records(file)}
+    done = {
+        (r["group"], r["arm"], r["seed"], r["key"])
+        for file in {file_of(arm, folder) for arm in arms}
+        for r in records(file)
+    }
     return [arm for arm in arms if arm.key not in done]
 
 
@@ -49,29 +58,29 @@ def run_arm(arm: Arm, extra: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def run_all(
-    arms: Sequence[Arm], file: Path, *, workers: int = 1, seconds: float | None = None,
+    arms: Sequence[Arm], folder: Path, *, workers: int = 1, seconds: float | None = None,
     extra: tuple[str, ...] = (), say: Callable[[str], None] = print,
 ) -> int:  # fmt: skip
-    """Train the missing arms in `workers` processes at a time and append each record to `file`.
+    """Train the missing arms in `workers` processes at a time and append each record to its file in `folder`.
 
     seconds: no arm is begun after so many. Returns how many failed; their tracebacks are said.
     """
-    todo = missing(arms, file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    say(f"{file}: {len(arms) - len(todo)} of {len(arms)} arms are there, {len(todo)} to train")
+    todo = missing(arms, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"{folder}: {len(arms) - len(todo)} of {len(arms)} arms are there, {len(todo)} to train")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([PRELOAD])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     begin, failed = time.monotonic(), 0
     queue = iter(todo)
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
-        running = {pool.submit(run_arm, arm, extra): arm for arm, _ in zip(queue, range(workers))}
+        running = {pool.submit(run_arm, arm, extra): arm for _, arm in zip(range(workers), queue)}
         while running:
             future = next(as_completed(running))
             arm = running.pop(future)
             try:
                 record = future.result()
-                with file.open("a") as out:
+                with file_of(arm, folder).open("a") as out:
                     out.write(json.dumps(record) + "\n")
                 say(f"{arm.group}/{arm.name} seed {arm.seed}: {summary(record)}")
             except Exception:

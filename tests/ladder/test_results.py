@@ -71,12 +71,12 @@ def test_memory_grows_with_the_length_for_attention_alone() -> None:
 
 def test_what_has_a_record_is_not_trained_again(tmp_path: Path) -> None:
     arm = arms.ablations(1)[:3]
-    file = tmp_path / "records.jsonl"
-    assert pool.missing(arm, file) == arm
+    file = pool.file_of(arm[0], tmp_path)
+    assert pool.missing(arm, tmp_path) == arm
     group, name, seed, key = arm[1].key
     done = {"group": group, "arm": name, "seed": seed, "key": key}
     file.write_text(json.dumps(done) + "\n" + json.dumps({**done, "arm": arm[0].name})[:20])
-    assert pool.missing(arm, file) == [arm[0], arm[2]]
+    assert pool.missing(arm, tmp_path) == [arm[0], arm[2]]
 
 
 @pytest.mark.ops
@@ -88,11 +88,11 @@ def test_an_arm_is_the_run_of_its_words(tmp_path: Path) -> None:
     import sys
 
     short = ("train.steps=2", "train.eval_every=1", "train.eval_samples=16")
-    arm = arms.Arm("recall", "kda", ("experiment=ladder", *short), 5, ("recall:overwrite,pairs=2,rewrites=2",))
+    arm = arms.Arm("overwrite", "kda", ("experiment=ladder", *short), 5, ("recall:overwrite,pairs=2,rewrites=2",))
     said: list[str] = []
-    assert pool.run_all([arm], tmp_path / "r.jsonl", say=said.append) == 0
-    assert pool.run_all([arm], tmp_path / "r.jsonl", say=said.append) == 0
-    (kept,) = pool.records(tmp_path / "r.jsonl")
+    assert pool.run_all([arm], tmp_path, say=said.append) == 0
+    assert pool.run_all([arm], tmp_path, say=said.append) == 0
+    (kept,) = pool.records(tmp_path / "recall.jsonl")
     assert "0 to train" in said[-1] and 0 <= kept["accuracy"][arm.suites[0]] <= 1
     words = [*shlex.split(kept["words"]), f"run.dir={tmp_path}", "run.name=same", "tracking=disabled"]
     command = [sys.executable, "-m", "k3train.cli", "train", *words]
