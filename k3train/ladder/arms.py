@@ -38,7 +38,7 @@ ABLATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {
         "per-head Muon (baseline)": (),
         "whole-matrix Muon": ("optim=muon_matrix",),
-        "AdamW": ("optim=adamw",),
+        "AdamW": ("optim=adamw", "optim.lr=4e-3"),
     },
     "latent": {
         "norm and SiTU (baseline)": (),

@@ -52,7 +52,9 @@ def test_an_arm_departs_from_the_baseline_in_what_it_says(baseline: Config, kind
 def test_an_ablation_is_the_sweep_of_its_experiment(kind: str) -> None:
     swept = [compose(job) for job in sweep.jobs(sweep.with_params([f"experiment=ablation_{kind}"]))]
     listed = [compose(["experiment=ablation", *changed]) for changed in arms.ABLATIONS[kind].values()]
-    assert sorted(map(composing.dump, swept)) == sorted(map(composing.dump, listed))
+    by_hand = [config for config in listed if config.optim.name == "adamw"]  # its rate differs too: a second command
+    assert sorted(map(composing.dump, swept + by_hand)) == sorted(map(composing.dump, listed))
+    assert len(by_hand) == (kind == "optimizer")
 
 
 @pytest.mark.parametrize("comparison", arms.COMPARISONS)
