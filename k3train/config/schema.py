@@ -157,6 +157,16 @@ class ScheduleConfig:
 
 
 @dataclass
+class ActivationsConfig:
+    """What backward keeps of each class of tensor (k3train/config/activations.py); auto follows train.recompute."""
+
+    units: str = "auto"  # auto | keep | recompute: products of gated units
+    gates: str = "auto"  # auto | keep | recompute: gated outputs of KDA and MLA
+    norms: str = "auto"  # auto | keep | recompute: outputs of norms
+    layer_inputs: str = "auto"  # auto | keep | offload (to host memory): what recompute=full or unit keeps
+
+
+@dataclass
 class TrainConfig:
     steps: int = 200
     seq_length: int = 256
@@ -171,6 +181,7 @@ class TrainConfig:
     eval_every: int = 50
     eval_samples: int = 32  # held-out sequences
     recompute: str = "none"  # none | full | unit | selective
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     sample_tokens: int = 48  # greedy sample written at the end; 0: none
     sample_prompt: str = "def "
     cuda_graphs: str = "none"  # none | step: forward and backward of a micro-batch as one captured graph, on a GPU
@@ -318,6 +329,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.kind": ("cosine", "wsd", "linear"),
     "train.precision": ("auto", "fp32", "bf16", "fp8_block", "fp8_current", "mxfp8"),
     "train.cuda_graphs": ("none", "step"),
+    "train.activations.units": ("auto", "keep", "recompute"),
+    "train.activations.gates": ("auto", "keep", "recompute"),
+    "train.activations.norms": ("auto", "keep", "recompute"),
+    "train.activations.layer_inputs": ("auto", "keep", "offload"),
     "train.recompute": ("none", "full", "unit", "selective"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
     "cluster.launcher": ("srun", "torchrun"),

@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from k3train.config.activations import policies
 from k3train.config.precision import precision_of
 from k3train.config.schema import Config
 from k3train.engine import gradients, plain_state
@@ -69,7 +70,7 @@ class MegatronEngine:
         dtype = training_dtype(config.train.precision, device)
         self.ctx = make_context(
             config.model, layout, dtype, device, recompute=config.train.recompute,
-            precision=precision_of(config.train.precision, config.train.bf16_parts),
+            activations=policies(config.train), precision=precision_of(config.train.precision, config.train.bf16_parts),
         )  # fmt: skip
         chunks = chunks_of_rank(config.model, layout.sizes, layout.pp.rank(), config.parallel.pipeline_layout)
         self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)

@@ -17,7 +17,7 @@ from k3train.model.parameters import initialize_parameters
 from k3train.parallel.layout import Layout, Sizes
 from k3train.parallel.pipeline import Chunk, split_layers
 from k3train.parallel.transport import Borders, StageLink, borders
-from k3train.planning.parameters import full_attention, latent_projections, linear_mixer
+from k3train.planning.parameters import layer_costs
 
 
 def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_cpu: bool) -> TransformerConfig:
@@ -66,23 +66,6 @@ def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_
     )
 
 
-def layer_costs(model: ModelConfig) -> list[float]:
-    """Weights that a token passes through in each layer, the head's with the last layer: the work of a layer, nearly.
-
-    Attention over the sequence and the recurrence are left out: they are small beside the products at the lengths that
-    are pipelined.
-    """
-    moe, d = model.moe, model.hidden_size
-    mixers = {"K": linear_mixer(model)["projections"], "F": full_attention(model)["projections"]}
-    dense = 3 * d * model.dense_hidden
-    routed = moe.top_k * 3 * (moe.latent or d) * moe.expert_hidden + latent_projections(model) + moe.experts * d
-    sparse = routed + 3 * d * moe.shared_experts * moe.expert_hidden
-    kinds = expand_pattern(model.pattern, model.hybrid)
-    costs = [float(mixers[kind] + (dense if i < model.dense_layers else sparse)) for i, kind in enumerate(kinds)]
-    costs[-1] += d * model.vocab_size
-    return costs
-
-
 def stage_ranges(model: ModelConfig, sizes: Sizes, layout: str | None) -> list[tuple[int, int]]:
     """Layers [first, last) of every stage, in the order data flows: as `layout` says, else balanced by cost."""
     costs = layer_costs(model)
@@ -115,13 +98,16 @@ def link_stages(models: list[K3Model], table: Borders) -> None:
 
 def make_context(
     model: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device, *, recompute: str = "none",
-    precision: Precision | None = None,
+    activations: dict[str, str] | None = None, precision: Precision | None = None,
 ) -> ModelContext:  # fmt: skip
-    """The shared context of this rank's modules. `precision` says which products run in FP8 (none without it)."""
+    """The shared context of this rank's modules. `precision` says which products run in FP8 (none without it),
+    `activations` what backward keeps by class of tensor (`config.activations.policies`; without it as recompute says)."""
     config = megatron_config(model, layout.sizes, dtype, on_cpu=device.type != "cuda")
     head_dims = model.mla.nope_dim + model.mla.shared_dim, model.mla.v_dim
     backend = make_backend(model.backend, device, dtype=dtype, precision=precision, head_dims=head_dims)
-    return ModelContext(model, config, layout, backend, dtype, device, recompute=recompute)
+    return ModelContext(
+        model, config, layout, backend, dtype, device, recompute=recompute, activations=activations or {}
+    )
 
 
 def build_chunks(ctx: ModelContext, chunks: list[Chunk], *, seed: int) -> list[K3Model]:

@@ -29,6 +29,8 @@ class ModelContext:
     dtype: torch.dtype
     device: torch.device
     recompute: str = "none"
+    activations: dict[str, str] = field(default_factory=dict)
+    """Policy by class of tensor; a class that is missing follows `recompute`."""
     recomputing: bool = False
     """True while a backward computes activations again: tokens are not counted and nothing is recorded."""
     probe: Callable[[str, torch.Tensor], None] | None = None

@@ -50,14 +50,14 @@ class GatedMLA(nn.Module):
         """[T_local, d] -> [T_local, kv_lora_rank + shared_dim]: what a cache keeps and context parallelism moves."""
         mla = self.ctx.model.mla
         c, shared = self.kv_a_proj(x).split([mla.kv_lora_rank, mla.shared_dim], dim=-1)
-        return torch.cat([elementwise(self.ctx, self.kv_a_norm, c), shared], dim=-1)
+        return torch.cat([elementwise(self.ctx, "norms", self.kv_a_norm, c), shared], dim=-1)
 
     def queries(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
         """[T, H, nope_dim + shared_dim] of this rank's heads."""
         if self.ctx.model.mla.q_lora_rank is None:
             q = self.q_proj(entered)
         else:
-            normed = elementwise(self.ctx, self.q_a_norm, self.q_a_proj(x))
+            normed = elementwise(self.ctx, "norms", self.q_a_norm, self.q_a_proj(x))
             q = self.q_b_proj(self.ctx.layout.enter_tensor_parallel(normed))
         return q.view(-1, self.heads, self.key_dim)
 
@@ -97,5 +97,5 @@ class GatedMLA(nn.Module):
             out = self.ctx.backend.attention(q, k, v, stream, self.scale)
         out = out.reshape(out.shape[0], -1)
         if self.ctx.model.mla.output_gate:
-            out = elementwise(self.ctx, lambda o, gate: o * torch.sigmoid(gate), out, self.g_proj(entered))
+            out = elementwise(self.ctx, "gates", lambda o, gate: o * torch.sigmoid(gate), out, self.g_proj(entered))
         return self.o_proj(out.to(x.dtype))

@@ -80,7 +80,7 @@ class KDA(nn.Module):
         if self.ctx.probe is not None:
             self.ctx.record(f"log_decay.{self.layer}", self.log_decay(z))
         gate = self.output_gate(x, entered).view(-1, self.heads, self.head_dim)
-        out = elementwise(self.ctx, self.normed, out, gate)
+        out = elementwise(self.ctx, "gates", self.normed, out, gate)
         return self.o_proj(out.reshape(out.shape[0], -1))
 
     def normed(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

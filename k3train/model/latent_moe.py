@@ -144,7 +144,7 @@ class Experts(nn.Module):
         def activate(gate: torch.Tensor, up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
             return gated_activation(self.ctx.model, gate, up, probs)
 
-        hidden = elementwise(self.ctx, activate, linear(z, self.w1, counts), linear(z, self.w3, counts), probs)
+        hidden = elementwise(self.ctx, "units", activate, linear(z, self.w1, counts), linear(z, self.w3, counts), probs)
         return linear(hidden, self.w2, counts)
 
 
@@ -178,7 +178,7 @@ class LatentMoE(nn.Module):
         z = x if moe.latent is None else self.latent_down(x)
         out = self.routed(z, weights, experts)
         if moe.latent is not None:
-            out = self.latent_up(elementwise(self.ctx, self.latent_norm, out) if moe.latent_norm else out)
+            out = self.latent_up(elementwise(self.ctx, "norms", self.latent_norm, out) if moe.latent_norm else out)
         if moe.shared_experts:
             out = out + self.shared_experts(x)
         return out

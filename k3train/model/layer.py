@@ -66,7 +66,7 @@ class K3Layer(nn.Module):
         def normed(*sources: torch.Tensor) -> torch.Tensor:
             return norm(sources[-1] if off else getattr(self, mix)(DepthState(list(sources))))
 
-        x = elementwise(self.ctx, normed, *state.sources())
+        x = elementwise(self.ctx, "norms", normed, *state.sources())
         if closes:
             state.close_block()
         return x

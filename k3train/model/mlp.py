@@ -27,4 +27,4 @@ class GatedMLP(nn.Module):
         """`entered` is x already inside the tensor-parallel region, when the caller has it."""
         x = self.ctx.layout.enter_tensor_parallel(x) if entered is None else entered
         activate = partial(gated_activation, self.ctx.model)
-        return self.down_proj(elementwise(self.ctx, activate, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(elementwise(self.ctx, "units", activate, self.gate_proj(x), self.up_proj(x)))

@@ -1,4 +1,5 @@
-"""Activations computed again in the backward instead of kept (`train.recompute`).
+"""Activations computed again in the backward, or kept in host memory, instead of kept on the device
+(`train.recompute`, and by class of tensor `train.activations`).
 
 full: every layer keeps only the depth state it was given. unit: every four layers do (KKKF). selective: only the
 element-wise parts are computed again: the mixes over depth, norms, gated units and gates, which are a large share of
@@ -8,6 +9,7 @@ the graph stays the same, only what its nodes saved is made again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from k3train.config.activations import CHEAP
 from k3train.model.attention_residuals import DepthState, uses_kernels
 
 if TYPE_CHECKING:
@@ -22,6 +25,46 @@ if TYPE_CHECKING:
     from k3train.model.layer import K3Layer
 
 UNIT = 4  # layers
+
+OFFLOADED_BYTES = 1 << 20
+"""Smaller tensors stay on the device."""
+
+
+@contextmanager
+def offloaded() -> Iterator[None]:
+    """What is saved for backward inside goes to pinned host memory and comes back when it is asked for.
+
+    Copies out run on a stream of their own beside the forward; on a CPU they are copies like any other.
+    """
+    stream = _copy_stream() if torch.cuda.is_available() else None
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.nbytes < OFFLOADED_BYTES and stream is not None:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=stream is not None)
+        if stream is None:
+            return host.copy_(tensor), tensor.device, None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+        return host, tensor.device, stream.record_event()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        host, device, copied = packed
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+        return host.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@functools.cache
+def _copy_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 @contextmanager
@@ -34,20 +77,31 @@ def _again(ctx: ModelContext) -> Iterator[None]:
         ctx.recomputing = before
 
 
-def region(ctx: ModelContext, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """function(*tensors) without its intermediates; parameters may come by closure."""
+def region(
+    ctx: ModelContext, function: Callable[..., Any], *tensors: torch.Tensor, offload: bool = False
+) -> Any:  # fmt: skip
+    """function(*tensors) without its intermediates; parameters may come by closure. offload: `tensors` wait for
+    backward in host memory."""
     if not torch.is_grad_enabled():
         return function(*tensors)
     # the second pass runs to its end, so that its collectives are the same on every rank whatever each one saved
-    return checkpoint(
-        function, *tensors, use_reentrant=False, preserve_rng_state=False, early_stop=False,
-        context_fn=lambda: (nullcontext(), _again(ctx)),
-    )  # fmt: skip
+    with offloaded() if offload else nullcontext():
+        return checkpoint(
+            function, *tensors, use_reentrant=False, preserve_rng_state=False, early_stop=False,
+            context_fn=lambda: (nullcontext(), _again(ctx)),
+        )  # fmt: skip
 
 
-def elementwise(ctx: ModelContext, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """function(*tensors), a cheap function of large tensors, computed again under `selective`."""
-    return region(ctx, function, *tensors) if ctx.recompute == "selective" else function(*tensors)
+def policy(ctx: ModelContext, kind: str) -> str:
+    """What is done with tensors of this class (`config.activations`)."""
+    return ctx.activations.get(kind) or ("recompute" if kind in CHEAP and ctx.recompute == "selective" else "keep")
+
+
+def elementwise(
+    ctx: ModelContext, kind: str, function: Callable[..., torch.Tensor], *tensors: torch.Tensor
+) -> torch.Tensor:
+    """function(*tensors), a cheap function of large tensors, of a class that the policies may compute again."""
+    return region(ctx, function, *tensors) if policy(ctx, kind) == "recompute" else function(*tensors)
 
 
 def run_layers(ctx: ModelContext, layers: list[K3Layer], state: DepthState, stream: PackedStream) -> DepthState:
@@ -82,5 +136,6 @@ def _layers_region(
     if state.bank and uses_kernels(state.bank[0]) and not layers[0].begins_block:
         state.opened(ctx.model.norm_eps, layers[0].mixes)  # outside of the region: its gradients are of later ones too
     sources = (*state.bank, state.partial)
-    out = region(ctx, forward, *sources) if recompute else forward(*sources)
+    offload = policy(ctx, "layer_inputs") == "offload"
+    out = region(ctx, forward, *sources, offload=offload) if recompute else forward(*sources)
     return DepthState(list(out[:-1]), out[-1], block)

@@ -97,3 +97,43 @@ def full_attention(model: ModelConfig) -> dict[str, int]:
 def latent_projections(model: ModelConfig) -> int:
     """Parameters of the projections into and out of the latent width of one layer; 0 without a latent."""
     return 0 if model.moe.latent is None else 2 * model.hidden_size * model.moe.latent
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters of one layer by what splits them: tensor ranks, nothing, or expert ranks."""
+
+    split: int
+    replicated: int
+    experts: int
+
+
+def of_layer(model: ModelConfig, index: int) -> Layer:
+    """Parameters of global layer `index`."""
+    kind = expand_pattern(model.pattern, model.hybrid)[index]
+    d, moe = model.hidden_size, model.moe
+    mixer = linear_mixer(model) if kind == "K" else full_attention(model)
+    vectors = 2 * d * (3 if model.attention_residuals != "off" else 1)  # norms, and queries and norms over depth
+    if index < model.dense_layers:
+        return Layer(sum(mixer.values()) + 3 * d * model.dense_hidden, vectors, 0)
+    width = moe.latent or d
+    shared = 3 * d * moe.shared_experts * moe.expert_hidden
+    around = moe.experts * (d + 1) + latent_projections(model) + (width if moe.latent_norm else 0)
+    return Layer(sum(mixer.values()) + shared, vectors + around, moe.experts * 3 * width * moe.expert_hidden)
+
+
+def layer_costs(model: ModelConfig) -> list[float]:
+    """Weights that a token passes through in each layer, the head's with the last layer: the work of a layer, nearly.
+
+    Attention over the sequence and the recurrence are left out: they are small beside the products at the lengths that
+    are pipelined.
+    """
+    moe, d = model.moe, model.hidden_size
+    mixers = {"K": linear_mixer(model)["projections"], "F": full_attention(model)["projections"]}
+    dense = 3 * d * model.dense_hidden
+    routed = moe.top_k * 3 * (moe.latent or d) * moe.expert_hidden + latent_projections(model) + moe.experts * d
+    sparse = routed + 3 * d * moe.shared_experts * moe.expert_hidden
+    kinds = expand_pattern(model.pattern, model.hybrid)
+    costs = [float(mixers[kind] + (dense if i < model.dense_layers else sparse)) for i, kind in enumerate(kinds)]
+    costs[-1] += d * model.vocab_size
+    return costs

@@ -60,6 +60,11 @@ VALUES = {
     "offload on the megatron engine": (["engine.offload=cpu"], "engine=deepspeed"),
     "a zero stage that does not exist": (["engine=deepspeed", "engine.zero_stage=4"], "1, 2 or 3"),
     "a profile that is no range": (["train.profile=10"], "START:STOP"),
+    "offload of what is not recomputed": (["train.activations.layer_inputs=offload"], "type train.recompute=full"),
+    "recomputing twice": (
+        ["train.activations.units=recompute", "train.recompute=full"],
+        "train.activations.units=auto",
+    ),
     "graphs over several ranks": (["train.cuda_graphs=step", "parallel.expert=2"], "type train.cuda_graphs=none"),
     "graphs and QK-Clip": (["train.cuda_graphs=step", "optim.qk_clip=100"], "optim.qk_clip=100"),
     "a run name with a slash": (["run.name=a/b"], "no slash"),
@@ -142,8 +147,9 @@ def test_stage_layers_of_a_given_layout() -> None:
 
 @pytest.mark.parametrize("key", [k for k in CHOICES if not k.startswith("engine.")])
 def test_every_choice_passes_the_checks(key: str) -> None:
+    needed = ["train.recompute=full"] if key == "train.activations.layer_inputs" else []
     for word in CHOICES[key]:
-        assert checked([f"{key}='{word}'"])
+        assert checked([f"{key}='{word}'", *needed])
 
 
 def test_every_ranged_key_exists() -> None:

@@ -23,10 +23,14 @@ MODES = ["full", "unit", "selective"]
 
 
 def build(
-    layout: Layout, recompute: str, attention_residuals: str = "block", dtype: torch.dtype = torch.float32
+    layout: Layout,
+    recompute: str,
+    attention_residuals: str = "block",
+    dtype: torch.dtype = torch.float32,
+    activations: dict[str, str] | None = None,
 ) -> K3Model:
     model = dataclasses.replace(tiny_model(), attention_residuals=attention_residuals)
-    ctx = make_context(model, layout, dtype, torch.device("cpu"), recompute=recompute)
+    ctx = make_context(model, layout, dtype, torch.device("cpu"), recompute=recompute, activations=activations)
     built = build_chunks(ctx, chunks_of_rank(model, layout.sizes, 0, None), seed=0)[0].train()
     initialize_parameters(built, layout, seed=5)
     with torch.no_grad():  # queries that act
@@ -122,3 +126,44 @@ def test_a_step_of_four_ranks_is_the_same_step(mode: str, sizes: dict[str, int])
     assert (got.loss, got.grad_norm, got.tokens) == (want.loss, want.grad_norm, want.tokens)
     assert torch.equal(got.load, want.load)
     assert {n for n, g in got.gradients.items() if not torch.equal(g, want.gradients[n])} == set()
+
+
+@pytest.mark.parametrize("kind", ["units", "gates", "norms"])
+def test_a_class_of_tensors_alone_is_computed_again(one_rank: Layout, kind: str) -> None:
+    want = run(build(one_rank, "none"))
+    got = run(build(one_rank, "none", activations={kind: "recompute"}))
+    assert {n for n, g in got["gradients"].items() if not torch.equal(g, want["gradients"][n])} == set()
+    assert got["kept"] < want["kept"]
+    kept = run(build(one_rank, "selective", activations={kind: "keep"}))["kept"]
+    assert kept > run(build(one_rank, "selective"))["kept"]
+
+
+@pytest.mark.parametrize("mode", ["full", "unit"])
+def test_layer_inputs_may_wait_in_host_memory(one_rank: Layout, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3train.model import recompute
+
+    moved: list[int] = []
+    real = torch.Tensor.copy_
+    want = run(build(one_rank, "none"))
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda a, b, *rest, **named: moved.append(b.numel()) or real(a, b, *rest, **named)
+    )
+    got = run(build(one_rank, mode, activations={"layer_inputs": "offload"}))
+    assert {n for n, g in got["gradients"].items() if not torch.equal(g, want["gradients"][n])} == set()
+    inputs = [n for n in moved if n == 64 * 32]  # tokens, width
+    assert len(inputs) >= (9 if mode == "full" else 3)
+    assert recompute.policy(build(one_rank, mode).ctx, "layer_inputs") == "keep"
+
+
+@pytest.mark.gpu
+def test_offloaded_tensors_come_back_whole() -> None:
+    from k3train.model.recompute import offloaded
+
+    x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    with offloaded():
+        y = (x * 2).sin().square()
+    saved = torch.cuda.memory_allocated()
+    y.sum().backward()
+    want = 4 * torch.sin(2 * x.detach()) * torch.cos(2 * x.detach())
+    torch.testing.assert_close(x.grad, want)
+    assert saved < 4 * x.nbytes  # x, y and little else
