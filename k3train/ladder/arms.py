@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 MIXERS = ("linear", "delta", "gated_delta", "kda", "hybrid", "softmax")
 TASKS = {
-    "multi_query": ("pairs", "recall:multi_query,pairs={}", (4, 8, 12, 16)),
-    "overwrite": ("pairs, each written 3 times", "recall:overwrite,pairs={},rewrites=3", (2, 4, 6, 8)),
-    "needle": ("noise tokens in between", "recall:needle,pairs=4,distance={}", (6, 12, 24, 48)),
-    "forgetting": ("stale pairs before", "recall:forgetting,pairs=4,stale={}", (0, 6, 12, 24)),
+    "multi_query": ("pairs", "recall:multi_query,pairs={}", (2, 4, 6, 8, 12)),
+    "overwrite": ("pairs, each written 3 times", "recall:overwrite,pairs={},rewrites=3", (1, 2, 3, 4, 6)),
+    "needle": ("noise tokens in between", "recall:needle,pairs=4,distance={}", (4, 8, 16, 32)),
+    "forgetting": ("stale pairs before", "recall:forgetting,pairs=4,stale={}", (0, 4, 8, 16)),
 }
 """Each recall task: what its picture's axis counts, a suite with that count open, and the counts that are asked."""
 
 TRAINED = {
-    "multi_query": "recall:multi_query,pairs=16,easiest=0.25",
-    "overwrite": "recall:overwrite,pairs=8,rewrites=3,easiest=0.25",
-    "needle": "recall:needle,pairs=4,distance=48,easiest=0.1",
-    "forgetting": "recall:forgetting,pairs=4,stale=24,easiest=0.1",
+    "multi_query": "recall:multi_query,pairs=12,easiest=0.08",
+    "overwrite": "recall:overwrite,pairs=6,rewrites=3,easiest=0.16",
+    "needle": "recall:needle,pairs=4,distance=32,easiest=0.1",
+    "forgetting": "recall:forgetting,pairs=4,stale=16,easiest=0.1",
 }
 """What a model of each task is trained on: episodes of all sizes from `easiest` of the largest."""
 
