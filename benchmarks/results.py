@@ -30,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     wanted = [arm for name in args.comparisons for arm in COMPARISONS[name](args.seeds)]
     wanted.sort(key=lambda arm: arm.seed)  # a run that is cut short still compares
-    extra = tuple(args.override)
-    failed = run_all(wanted, args.folder, workers=args.workers, seconds=args.seconds, extra=extra)
+    failed = run_all(wanted, args.folder, workers=args.workers, seconds=args.seconds, text=args.text)
     return 1 if failed else 0
 
 
@@ -68,7 +67,7 @@ def main() -> int:
     runs.add_argument("--seeds", type=int, default=3)
     runs.add_argument("--workers", type=int, default=1, help="arms at a time")
     runs.add_argument("--seconds", type=float, help="begin no arm after so many")
-    runs.add_argument("--override", action="append", default=[], help="a word for every arm, such as data.prefix=...")
+    runs.add_argument("--text", help="prefix of the prepared default corpus, where it cannot be prepared anew")
     runs.set_defaults(call=run)
     timed = verbs.add_parser("steps", help="step times with the decay bound and without, in turn")
     timed.add_argument("--pairs", type=int, default=30)

@@ -47,23 +47,24 @@ def missing(arms: Sequence[Arm], folder: Path) -> list[Arm]:
     return [arm for arm in arms if arm.key not in done]
 
 
-def run_arm(arm: Arm, extra: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Train one arm here; its record. extra: words that say where things are, not what the arm is."""
+def run_arm(arm: Arm, text: str | None = None) -> dict[str, Any]:
+    """Train one arm here; its record. text: the prefix of a prepared dataset to read in place of the corpus."""
     from k3train.config.compose import compose
     from k3train.ladder.train import train_arm
 
-    numbers = train_arm(compose([*arm.words, *extra]), list(arm.suites))
+    where = [f"data.prefix={text}"] if text and arm.group not in TASKS else []
+    numbers = train_arm(compose([*arm.words, *where]), list(arm.suites))
     group, name, seed, key = arm.key
     return {"group": group, "arm": name, "seed": seed, "key": key, "words": shlex.join(arm.words), **numbers}
 
 
 def run_all(
     arms: Sequence[Arm], folder: Path, *, workers: int = 1, seconds: float | None = None,
-    extra: tuple[str, ...] = (), say: Callable[[str], None] = print,
+    text: str | None = None, say: Callable[[str], None] = print,
 ) -> int:  # fmt: skip
     """Train the missing arms in `workers` processes at a time and append each record to its file in `folder`.
 
-    seconds: no arm is begun after so many. Returns how many failed; their tracebacks are said.
+    seconds: no arm is begun after so many. text: as for `run_arm`. Returns how many failed; their tracebacks are said.
     """
     todo = missing(arms, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,7 @@ def run_all(
     begin, failed = time.monotonic(), 0
     queue = iter(todo)
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
-        running = {pool.submit(run_arm, arm, extra): arm for _, arm in zip(range(workers), queue)}
+        running = {pool.submit(run_arm, arm, text): arm for _, arm in zip(range(workers), queue)}
         while running:
             future = next(as_completed(running))
             arm = running.pop(future)
@@ -88,7 +89,7 @@ def run_all(
                 say(f"{arm.group}/{arm.name} seed {arm.seed} failed:\n{traceback.format_exc()}")
             following = next(queue, None) if seconds is None or time.monotonic() - begin < seconds else None
             if following is not None:
-                running[pool.submit(run_arm, following, extra)] = following
+                running[pool.submit(run_arm, following, text)] = following
     return failed
 
 
