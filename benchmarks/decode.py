@@ -32,6 +32,7 @@ install()  # before megatron is imported: a machine without a GPU needs its adap
 from k3train.config.compose import compose  # noqa: E402
 from k3train.config.schema import ModelConfig, expand_pattern  # noqa: E402
 from k3train.inference import decoder as decoding  # noqa: E402
+from k3train.inference.backend import InferenceBackend  # noqa: E402
 from k3train.inference.cache import Cache, LatentCache, bytes_per_token, new_cache  # noqa: E402
 from k3train.inference.loading import start_process  # noqa: E402
 from k3train.model.kda import KDA  # noqa: E402
@@ -101,6 +102,7 @@ def build(model: ModelConfig, layout: Layout, device: torch.device) -> decoding.
     from k3train.model.build import build_chunks, chunks_of_rank, make_context
 
     ctx = make_context(model, layout, training_dtype("auto", device), device)
+    ctx.backend = InferenceBackend()
     return decoding.Decoder(build_chunks(ctx, chunks_of_rank(model, layout.sizes, 0, None), seed=0)[0])
 
 
@@ -222,7 +224,7 @@ def main() -> None:
     from k3train.parallel import layout as layouts
 
     layout = layouts.initialize(layouts.Sizes())
-    hybrid = dataclasses.replace(compose([f"model={options.model}"]).model, backend="auto")
+    hybrid = dataclasses.replace(compose([f"model={options.model}"]).model, backend="local")
     layers = expand_pattern(hybrid.pattern, hybrid.hybrid)
     every = dataclasses.replace(hybrid, pattern=f"F*{len(layers)}")
     bytes_ratio = len(layers) / layers.count("F")

@@ -1,7 +1,7 @@
 """Packed MXFP4 experts on one GPU: the grouped product against BF16, and quantisation against a copy.
 
     python benchmarks/mxfp4.py                # about a minute
-    python benchmarks/mxfp4.py --tune         # also tries other tiles at up to 16 tokens (two minutes more)
+    python benchmarks/mxfp4.py --tune         # also tries other tiles at 16 tokens (a minute more)
     python benchmarks/mxfp4.py --tiny         # small sizes on a CPU: shows that it runs, its times mean nothing
 
 56 experts (896 over 16 GPUs) of [3072, 3584], the same number of tokens each. `bf16` is torch's grouped_mm on decoded
@@ -75,20 +75,21 @@ def bf16_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) ->
 
 def tiles_to_try(tokens: int) -> list[tuple[int, ...]]:
     rows = max(16, min(64, tokens))
-    return [
-        (rows, outputs, blocks, 4, stages)
-        for outputs, blocks in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
-        for stages in (3, 4, 6)
-    ]
+    shapes = ((64, 1, 4), (64, 2, 4), (64, 4, 4), (128, 1, 4), (128, 2, 4), (128, 1, 8), (128, 2, 8), (256, 1, 8))
+    return [(rows, *shape, stages) for shape in shapes for stages in (2, 3, 4)]
 
 
 def grouped(experts: int, out: int, width: int, device: str, rounds: int, tune: bool) -> None:
     generator = torch.Generator(device).manual_seed(0)
     packed = torch.randint(0, 256, (experts, out, width // 2), generator=generator, device=device, dtype=torch.uint8)
-    scale = torch.randint(116, LARGEST + 1, (experts, out, width // 32), generator=generator, device=device, dtype=torch.uint8)
+    scale = torch.randint(
+        116, LARGEST + 1, (experts, out, width // 32), generator=generator, device=device, dtype=torch.uint8
+    )
     weight = torch.stack([decode(p, s, torch.bfloat16) for p, s in zip(packed, scale)])
     print(f"grouped product, {experts} experts of [{out}, {width}]")
-    print(f"{'tokens/expert':>13} {'bf16 us':>9} {'mxfp4 us':>9} {'ratio':>6} {'bf16 TB/s':>9} {'mxfp4 TB/s':>10} {'error':>8}")
+    print(
+        f"{'tokens/expert':>13} {'bf16 us':>9} {'mxfp4 us':>9} {'ratio':>6} {'bf16 TB/s':>9} {'mxfp4 TB/s':>10} {'error':>8}"
+    )
     for tokens in TOKENS:
         x = torch.randn(experts * tokens, width, generator=generator, device=device).bfloat16()
         counts = torch.full((experts,), tokens, device=device)
@@ -105,7 +106,7 @@ def grouped(experts: int, out: int, width: int, device: str, rounds: int, tune: 
         rates = (weight.nbytes / bf16 / 1e12, (packed.nbytes + scale.nbytes) / mx / 1e12)
         times = f"{tokens:13} {bf16 * 1e6:9.1f} {mx * 1e6:9.1f} {bf16 / mx:6.2f}"
         print(f"{times} {rates[0]:9.2f} {rates[1]:10.2f} {error:8.1e}", flush=True)
-        if tune and tokens <= 16:
+        if tune and tokens == 16:
             tune_tiles(x, packed, scale, counts, tokens, bf16)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from k3kernels.conv import short_convolution, short_convolution_step
+from k3kernels.conv import short_convolution
+from k3kernels.conv.step import short_convolution_step_qkv
 from k3kernels.kda import kda
 from k3kernels.kda.recurrent import kda_decode
 from k3kernels.latent_attention import latent_attention
@@ -78,11 +79,12 @@ class Decoder:
         """The device's part of a forward. Nothing here waits for the device when every sequence has one token."""
         stream = PackedStream(step.cu_seqlens, flat.numel(), attend=step.attend)
         state = self.model.run_layers(DepthState(partial=self.model.embedding(flat)), stream)
-        hidden = self.model.read_out(state)
         if last and not step.one_each:
-            hidden = hidden[step.cu_seqlens[1:].long() - 1]
+            ends = step.cu_seqlens[1:].long() - 1
+            *bank, partial = (v[ends] for v in state.sources())
+            state = DepthState(bank, partial)
         step.cache.lengths += step.counts
-        return self.model.lm_head(self.model.final_norm(hidden)).float()
+        return self.model.lm_head(self.model.normed_output(state)).float()
 
 
 PLAIN_STEPS = 2  # before a capture: kernels compile, libraries set up
@@ -150,10 +152,7 @@ class Step:
 
         if self.one_each:
             batch = self.cache.batch
-            mixed = [
-                short_convolution_step(t.view(batch, 1, -1), w, tail)
-                for t, w, tail in zip((q, k, v), weights, (kept.q, kept.k, kept.v))
-            ]
+            mixed = short_convolution_step_qkv((q, k, v), weights, (kept.q, kept.k, kept.v))
             q, k, v = (heads(t, batch) for t in mixed)
             out = kda_decode(
                 q, k, v, heads(z, batch), beta.view(batch, 1, -1), layer.A_log, layer.dt_bias, kept.state, bound=bound

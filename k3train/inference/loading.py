@@ -49,6 +49,7 @@ def build_decoder(
 ) -> Decoder:
     """`load_decoder` in process groups that exist. Raises WeightsError when `packed` is asked of other weights."""
     from k3train.engine.megatron import training_dtype
+    from k3train.inference.backend import InferenceBackend
     from k3train.inference.packed import PackedBackend, all_packed, fill_packed
     from k3train.model.build import build_chunks, chunks_of_rank, make_context
     from k3train.weights.load import load_weights
@@ -58,10 +59,9 @@ def build_decoder(
         raise WeightsError(f"{opened.origin} does not hold every routed expert in MXFP4; load it with packed=False")
     if packed is None:
         packed = device.type == "cuda" and all_packed(source)
-    model = dataclasses.replace(opened.model, backend="torch")  # no training kernels, wherever it was trained
+    model = dataclasses.replace(opened.model, backend="local")  # of any machine; replaced below
     ctx = make_context(model, layout, training_dtype(precision, device), device)
-    if packed:
-        ctx.backend = PackedBackend()
+    ctx.backend = PackedBackend() if packed else InferenceBackend()
     chunks = build_chunks(ctx, chunks_of_rank(model, layout.sizes, 0, None), seed=0)
     load_weights(chunks, source, layout)
     if packed:

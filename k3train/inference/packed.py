@@ -11,7 +11,7 @@ from torch import nn
 
 from k3kernels.mxfp4 import mxfp4_grouped_linear
 from k3train.errors import WeightsError
-from k3train.model.backend import Backend
+from k3train.inference.backend import InferenceBackend
 from k3train.model.context import ModelContext
 from k3train.model.parameters import ParameterSpec, local_shape
 from k3train.parallel.layout import Layout
@@ -35,8 +35,8 @@ class PackedStack(nn.Module):
         self.register_buffer("scale", torch.zeros(experts, out, inputs // GROUP, dtype=torch.uint8))
 
 
-class PackedBackend(Backend):
-    """The plain backend, with packed experts. For inference: packed experts have no gradient."""
+class PackedBackend(InferenceBackend):
+    """The inference backend, with packed experts. For inference: packed experts have no gradient."""
 
     name = "packed"
 

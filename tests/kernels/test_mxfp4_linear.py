@@ -35,7 +35,7 @@ def check(x: Tensor, packed: Tensor, scale: Tensor, counts: list[int], backend: 
     want = expected(x, packed, scale, counts)
     if want.numel():
         error = (y.double() - want).abs().max() / want.abs().max()
-        assert error < (8e-3 if x.dtype == torch.bfloat16 else 2e-6), float(error)
+        assert error < (8e-3 if x.dtype == torch.bfloat16 else 5e-6), float(error)
 
 
 def test_decode_equals_the_golden_table(golden: Any) -> None:
@@ -107,8 +107,8 @@ def test_columns_keep_their_partners_when_x_is_permuted(width: int) -> None:
     """Place 64 (j // 2) + 8 c + 2 t + j % 2 of a block holds column 32 t + 8 j + c; what is beyond the width is zero."""
     from k3kernels.mxfp4.triton_linear import permuted
 
-    x = torch.arange(1, width + 1).float().view(1, width)
-    y = permuted(x).flatten()
+    x = torch.arange(1, width + 1).float().view(1, width).to(DEVICE)
+    y = permuted(x).flatten().tolist()
     for column in range(-(-width // 128) * 128):
         block, inside = divmod(column, 128)
         t, j, c = inside // 32, inside // 8 % 4, inside % 8
@@ -150,15 +150,19 @@ def test_on_a_gpu_at_wide_experts(rows: int, dtype: torch.dtype, width: int) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
+@pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("outputs", [64, 128, 256])
-def test_small_scales_may_be_declared_in_every_tile(outputs: int, blocks: int) -> None:
-    """The same bits as without: both ways of scaling are exact."""
+def test_every_tile_is_right_and_small_scales_change_no_bit(outputs: int, blocks: int, warps: int) -> None:
+    if outputs < 16 * warps:
+        pytest.skip("fewer outputs than the warps hold")
     from k3kernels.mxfp4.triton_linear import Tile, grouped_linear_triton
 
     packed, scale = (t.cuda() for t in experts(4, 512, 1024, low=1, high=129))
     x = torch.randn(40, 1024, device="cuda").bfloat16()
     counts = torch.tensor([20, 0, 3, 17], device="cuda")
-    tile = Tile(16, outputs, blocks, 4, 3)
+    tile = Tile(16, outputs, blocks, warps, 3)
     plain, small = (grouped_linear_triton(x, packed, scale, counts, tile, n) for n in (254, 128))
-    assert torch.equal(plain, small) and torch.isfinite(plain).all()
+    assert torch.equal(plain, small)
+    want = expected(x.cpu(), packed.cpu(), scale.cpu(), counts.tolist())
+    assert float((plain.cpu().double() - want).abs().max() / want.abs().max()) < 8e-3

@@ -31,7 +31,7 @@ def default_tile(heads: int, dtype: torch.dtype) -> Tile:
     width = min(64, max(16, triton.next_power_of_2(heads)))
     if dtype == torch.float32:
         return Tile(16, min(width, 16), 4, 1, 264)
-    return Tile(64, width, 8, 2, 132)
+    return Tile(64, width, 4 if width <= 32 else 8, 2, 132)
 
 
 @triton.jit

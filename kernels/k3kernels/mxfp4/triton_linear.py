@@ -54,7 +54,7 @@ BLOCK = 128  # columns that four threads hold of a row: 16 words, 4 groups
 
 
 class Tile(NamedTuple):
-    """Rows of x and outputs of a tile (64 times a power of two); blocks of columns a turn; warps and stages."""
+    """Rows of x and outputs of a tile; blocks of columns a turn; warps (4 or 8: 16 outputs each, or more) and stages."""
 
     rows: int
     outputs: int
@@ -66,22 +66,33 @@ class Tile(NamedTuple):
 def default_tile(rows_per_expert: float) -> Tile:
     """By the mean number of rows an expert: narrow and deeply pipelined where the weights' bytes are the time."""
     if rows_per_expert <= 16:
-        return Tile(16, 64, 1, 4, 4)
+        return Tile(16, 64, 2, 4, 3)
     if rows_per_expert <= 32:
-        return Tile(32, 64, 1, 4, 4)
-    if rows_per_expert <= 64:
-        return Tile(64, 64, 1, 4, 3)
-    return Tile(128, 128, 1, 8, 3)
+        return Tile(32, 128, 1, 4, 3)
+    return Tile(64, 128, 1, 4, 3)
+
+
+@triton.jit
+def permute_kernel(x_ptr, y_ptr, width, x_sn, PADDED: tl.constexpr, SPAN: tl.constexpr):
+    """Grid (N, ceil(PADDED / SPAN)): x [N, width] -> y [N, PADDED], read in order, written in that of `permuted`."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    inside = place % 128
+    column = place - inside + (inside // 2) % 4 * 32 + inside // 64 * 16 + inside % 2 * 8 + (inside // 8) % 8
+    x = tl.load(x_ptr + row * x_sn + column, mask=column < width, other=0.0)
+    tl.store(y_ptr + row * PADDED + place, x, mask=place < PADDED)
 
 
 def permuted(x: Tensor) -> Tensor:
     """[N, in] -> [N, blocks, 128], zero beyond in. Column 32 t + 8 j + c of a block goes to 64 (j // 2) + 8 c + 2 t +
     j % 2: thread t holds group t, and lanes are neighbouring words."""
     rows, width = x.shape
-    blocks = -(-width // BLOCK)
-    if width % BLOCK:
-        x = torch.nn.functional.pad(x, (0, blocks * BLOCK - width))
-    return x.view(rows, blocks, 4, 2, 2, 8).permute(0, 1, 3, 5, 2, 4).reshape(rows, blocks, BLOCK)
+    blocks = triton.cdiv(width, BLOCK)
+    y = torch.empty(rows, blocks, BLOCK, dtype=x.dtype, device=x.device)
+    span = min(1024, triton.next_power_of_2(blocks * BLOCK))
+    grid = (rows, triton.cdiv(blocks * BLOCK, span))
+    permute_kernel[grid](x, y, width, x.stride(0), PADDED=blocks * BLOCK, SPAN=span, num_warps=4)
+    return y
 
 
 @triton.jit
@@ -94,12 +105,12 @@ def _value(word, power, CODE: tl.constexpr):
 
 
 @triton.jit
-def _columns(c0, c1, c2, c3, c4, c5, c6, c7, BN: tl.constexpr):
+def _columns(c0, c1, c2, c3, c4, c5, c6, c7, BN: tl.constexpr, WARPS: tl.constexpr):
     """Eight tensors [BN, 4 t, 4 j], one a code -> [BN, 128] in the order of `permuted`, rows in their own order."""
     even = tl.join(tl.join(c0, c4), tl.join(c2, c6))  # [BN, t, j, bit 2, bit 1]
     odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
     all_ = tl.join(even, odd)  # ... bit 0
-    split = tl.reshape(all_, (BN // 64, 2, 4, 8, 4, 2, 2, 2, 2, 2))  # rows: 64s, 8s of a register, warp, lane
+    split = tl.reshape(all_, (BN // (16 * WARPS), 2, WARPS, 8, 4, 2, 2, 2, 2, 2))  # rows: turn, register, warp, lane
     return tl.reshape(tl.permute(split, (0, 2, 1, 3, 5, 7, 8, 9, 4, 6)), (BN, 128))
 
 
@@ -107,7 +118,7 @@ def _columns(c0, c1, c2, c3, c4, c5, c6, c7, BN: tl.constexpr):
 def grouped_linear_kernel(
     x_ptr, words_ptr, scale_ptr, counts_ptr, y_ptr, experts, outputs,
     WORDS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr,
-    SPLITS: tl.constexpr, PTX: tl.constexpr, FULL: tl.constexpr, SMALL: tl.constexpr,
+    WARPS: tl.constexpr, SPLITS: tl.constexpr, PTX: tl.constexpr, FULL: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(outputs / BN), E, SPLITS). x [N, ceil(WORDS / 16), 128], permuted; words int32 [E, outputs, WORDS];
     scale uint8 [E, outputs, WORDS / 4]; y [N, outputs]."""
@@ -117,10 +128,10 @@ def grouped_linear_kernel(
     counts = tl.load(counts_ptr + index, mask=index < experts, other=0).to(tl.int32)
     first = tl.sum(tl.where(index < expert, counts, 0), 0)
     end = first + tl.sum(tl.where(index == expert, counts, 0), 0)
-    # the row that place i of the loaded tile holds: bits (5, 4 3, 2-0) of a place are (register, warp, lane), and the
-    # tensor core has rows in the order (warp, register, lane)
+    # the row at place i of the loaded tile, where places count (register, warp, lane): the tensor core's registers hold
+    # rows in the order (warp, register, lane)
     i = tl.arange(0, BN)
-    row = (i // 64) * 64 + ((i // 8) % 4) * 16 + ((i // 32) % 2) * 8 + i % 8
+    row = (i // (16 * WARPS)) * (16 * WARPS) + ((i // 8) % WARPS) * 16 + ((i // (8 * WARPS)) % 2) * 8 + i % 8
     n_loaded = tl.program_id(0) * BN + row
     line = tl.cast(expert, tl.int64) * outputs + tl.where(n_loaded < outputs, n_loaded, 0)  # beyond: any valid one
     n = tl.program_id(0) * BN + i
@@ -160,14 +171,14 @@ def grouped_linear_kernel(
                                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
                         is_pure=True, pack=2,
                     )  # fmt: skip
-                    acc = tl.dot(_columns(c0, c1, c2, c3, c4, c5, c6, c7, BN), tl.trans(rows), acc)
+                    acc = tl.dot(_columns(c0, c1, c2, c3, c4, c5, c6, c7, BN, WARPS), tl.trans(rows), acc)
                 else:
                     power = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
                     power = tl.broadcast_to(power[:, :, None], (BN, 4, 4))
                     weight = _columns(
                         _value(words, power, 0), _value(words, power, 1), _value(words, power, 2),
                         _value(words, power, 3), _value(words, power, 4), _value(words, power, 5),
-                        _value(words, power, 6), _value(words, power, 7), BN,
+                        _value(words, power, 6), _value(words, power, 7), BN, WARPS,
                     )  # fmt: skip
                     acc = tl.dot(weight, tl.trans(rows.to(tl.float32)), acc, input_precision="ieee")
         y_at = y_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
@@ -187,13 +198,13 @@ def grouped_linear_triton(
     mean = rows / experts
     tile = tile or default_tile(mean)
     if x.dtype == torch.float32:
-        tile = Tile(min(tile.rows, 32), 64, 1, 4, 1)  # operands take twice the space, and registers
+        tile = Tile(min(tile.rows, 16), 64, 1, 4, 1)  # operands take twice the space, and registers
     splits = max(1, triton.cdiv(int(mean), tile.rows))
     full = half % 64 == 0 and half // 64 % tile.blocks == 0
     grouped_linear_kernel[(triton.cdiv(outputs, tile.outputs), experts, splits)](
-        permuted(x), words, scale, counts, y, experts, outputs,
+        permuted(x if x.stride(1) == 1 else x.contiguous()), words, scale, counts, y, experts, outputs,
         WORDS=half // 4, BE=triton.next_power_of_2(experts), BM=tile.rows, BN=tile.outputs, UNROLL=tile.blocks,
-        SPLITS=splits, PTX=x.dtype == torch.bfloat16 and not INTERPRETED, FULL=full,
+        WARPS=tile.warps, SPLITS=splits, PTX=x.dtype == torch.bfloat16 and not INTERPRETED, FULL=full,
         SMALL=largest_scale <= SMALL_SCALE,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
