@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
+from k3train.model.backend.grouped import GroupedLinear
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
 
 if TYPE_CHECKING:
@@ -139,8 +140,8 @@ class Backend:
         On GPU in bf16 the counts stay on the device; elsewhere they are read on the host.
         """
         if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
-            offsets = counts.to(x.device, non_blocking=True).cumsum(0).to(torch.int32)
-            return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+            ends = counts.to(x.device, non_blocking=True).cumsum(0).to(torch.int32)
+            return GroupedLinear.apply(x, weight, ends)
         rows = counts.tolist()
         parts = [F.linear(part, w) for part, w in zip(x.split(rows), weight.unbind(0))]
         return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])
