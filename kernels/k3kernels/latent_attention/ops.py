@@ -35,9 +35,7 @@ def latent_attention(
     if not 1 <= values <= q.shape[2]:
         raise ValueError(f"values: expected 1 ... {q.shape[2]} channels, got {values}")
     if lengths.dtype not in (torch.int32, torch.int64) or tuple(lengths.shape) != (q.shape[0],):
-        raise ValueError(
-            f"lengths: expected integers [B] = [{q.shape[0]}], got {lengths.dtype} {list(lengths.shape)}"
-        )
+        raise ValueError(f"lengths: expected integers [B] = [{q.shape[0]}], got {lengths.dtype} {list(lengths.shape)}")
     check_same_device("q", q, {"latents": latents, "lengths": lengths})
     check_choice("backend", backend, BACKENDS)
     if backend == "triton" or (backend == "auto" and q.is_cuda):
