@@ -1,21 +1,24 @@
 """Bytes on the fullest rank of a layout: weights, gradients, optimizer state, activations in flight.
 
-An estimate to choose layouts by, from shapes alone. Weights and their gradients are counted exactly for evenly split
-layers. Activations count the tensors that backward keeps with the given recomputation, without allocator slack and
-without the temporary buffers of kernels.
+An estimate to choose layouts by, from shapes alone. Weights and their gradients are counted exactly, for the layers
+that each stage holds. Activations count the tensors that backward keeps under the given policies on the GPU path
+(Triton kernels, fused mixes and losses), without allocator slack and without the temporary buffers of kernels.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
+from k3train.config import activations as classes
 from k3train.config import checks
 from k3train.config.schema import Config, expand_pattern
+from k3train.parallel.pipeline import split_layers
 from k3train.planning import parameters
 
 GIB = float(1 << 30)
-STATE_CHUNK = 64  # tokens between the recurrent states that backward keeps
+CHUNK = 64  # tokens of a chunk of the recurrence: one state, and two squares of it, are kept for each
+LOGITS = 1 << 30  # bytes that the chunked loss lets logits take, and tokens it takes at most
+LOGITS_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -47,39 +50,59 @@ class RankParameters:
 
 
 def estimate(config: Config, world: int) -> Memory:
-    """Memory of the fullest rank of `world` ranks in bf16 training (fp32 where train.precision says so)."""
-    held = rank_parameters(config, world)
+    """Memory of the fullest of `world` ranks in bf16 training (fp32 where train.precision says so)."""
+    return max((_of_rank(config, world, rank) for rank in range(config.parallel.pipeline)), key=lambda m: m.total)
+
+
+def _of_rank(config: Config, world: int, rank: int) -> Memory:
+    """Memory of a rank of pipeline stage `rank`."""
+    held = _held(config, world, rank)
     number = 4 if config.train.precision == "fp32" else 2
     moments = 4.0 if config.optim.name == "muon" else 8.0  # one momentum for matrices, or two
     master = 0.0 if number == 4 else 4.0
     split = config.parallel.distributed_optimizer or (config.engine.name == "deepspeed")
     owned = held.dense / (held.dense_shards if split else 1) + held.experts / (held.expert_shards if split else 1)
-    tokens = stream_tokens(config)
     return Memory(
         weights=number * (held.dense + held.experts),
         gradients=4.0 * (held.dense + held.experts),
         optimizer=(master + moments) * owned,
-        activations=activations(config, number),
-        logits=tokens * config.model.vocab_size / config.parallel.tensor * (number + 8.0),
+        activations=activations(config, number, rank),
+        logits=_loss(config, number) if rank == config.parallel.pipeline - 1 else 0.0,
     )
 
 
+def layers_of_rank(config: Config, rank: int) -> list[int]:
+    """Global indices of the layers on pipeline stage `rank`, all its virtual stages together, as the engine cuts them."""
+    p, m = config.parallel, config.model
+    costs = parameters.layer_costs(m)
+    ranges = split_layers(len(costs), p.pipeline * p.virtual, p.pipeline_layout, costs)
+    return [i for v in range(p.virtual) for i in range(*ranges[v * p.pipeline + rank])]
+
+
 def rank_parameters(config: Config, world: int) -> RankParameters:
-    """Parameters of the fullest rank: its share of the layers and the larger of embedding and head."""
+    """Parameters of the fullest rank."""
+    ranks = (_held(config, world, rank) for rank in range(config.parallel.pipeline))
+    return max(ranks, key=lambda held: held.dense + held.experts)
+
+
+def _held(config: Config, world: int, rank: int) -> RankParameters:
     p, m = config.parallel, config.model
     parts = parameters.count(m)
-    layers = len(expand_pattern(m.pattern, m.hybrid))
-    stages = p.pipeline * p.virtual
-    given = checks.stage_layers(config)
-    counts = given or [math.ceil(layers / stages)] * stages
-    share = max(sum(counts[v * p.pipeline + r] for v in range(p.virtual)) for r in range(p.pipeline)) / layers
-    ends = parts.embedding + parts.head if p.pipeline == 1 else max(parts.embedding, parts.head)
-    replicated = parts.routers + parts.latent + parts.attention_residuals + parts.norms
-    split = parts.total - parts.embedding - parts.head - replicated - parts.routed_experts
-    dense = ends / p.tensor + share * (split / p.tensor + replicated)
+    every = len(expand_pattern(m.pattern, m.hybrid))
+    layers = [parameters.of_layer(m, i) for i in layers_of_rank(config, rank)]
+    dense = sum(layer.split / p.tensor + layer.replicated for layer in layers)
+    experts: float = sum(layer.experts for layer in layers)
+    if rank == 0:
+        dense += parts.embedding / p.tensor
+    if rank == p.pipeline - 1:  # the head, what the output reads over depth, and layers that belong to no stage
+        whole = [parameters.of_layer(m, i) for i in range(every)]
+        beside = parts.total - parts.embedding - parts.head - sum(x.split + x.replicated + x.experts for x in whole)
+        beside_experts = parts.routed_experts - sum(x.experts for x in whole)
+        dense += parts.head / p.tensor + beside - beside_experts
+        experts += beside_experts
     return RankParameters(
         dense=dense,
-        experts=share * parts.routed_experts / p.expert,
+        experts=experts / p.expert,
         dense_shards=world // (p.tensor * p.pipeline),
         expert_shards=max(1, world // (p.pipeline * p.expert)),
     )
@@ -90,45 +113,72 @@ def stream_tokens(config: Config) -> float:
     return config.train.micro_batch * config.train.seq_length / config.parallel.context
 
 
-def activations(config: Config, number: int = 2) -> float:
-    """Bytes that backward keeps on the fullest pipeline rank, all micro-batches in flight."""
-    m, p = config.model, config.parallel
+def _loss(config: Config, number: int) -> float:
+    """The chunked loss: logits of a chunk and their gradients, and the head's gradient in fp32 and as it is handed on;
+    the gradients of what the head read."""
+    m, tokens = config.model, stream_tokens(config)
+    vocabulary = m.vocab_size / config.parallel.tensor
+    chunk = min(tokens, m.loss_chunk or LOGITS_TOKENS, LOGITS / (vocabulary * number))
+    return chunk * vocabulary * 2 * number + (4 + number) * vocabulary * m.hidden_size + tokens * m.hidden_size * number
+
+
+def activations(config: Config, number: int = 2, rank: int = 0) -> float:
+    """Bytes that backward keeps on a rank of pipeline stage `rank`, all micro-batches in flight."""
+    m, p, train = config.model, config.parallel, config.train
     pattern = expand_pattern(m.pattern, m.hybrid)
-    sparse = max(0, len(pattern) - m.dense_layers)
+    keeps = {name: policy == "keep" for name, policy in classes.policies(train).items()}
     tokens = stream_tokens(config)
     spread = p.tensor if checks.sequence_parallel(config) else 1
     d = m.hidden_size / spread
-    mixers = pattern.count("K") * _linear_values(config) + pattern.count("F") * _attention_values(config)
-    feed = sparse * _expert_values(config) + (len(pattern) - sparse) * (3 * m.dense_hidden / p.tensor + d)
-    cheap = 1 if config.train.recompute == "selective" else 3  # norms and depth mixes: inputs alone, or outputs too
-    kept = tokens * number * (mixers + feed + len(pattern) * 2 * cheap * d)
-    kept += pattern.count("K") * tokens / STATE_CHUNK * m.kda.heads / p.tensor * m.kda.head_dim**2 * 4
-    every, working = kept, 0.0
-    if config.train.recompute in ("full", "unit"):
-        every = len(pattern) * tokens * d * number  # layer inputs; the rest is computed again, a layer at a time
-        working = kept / len(pattern)
-    # 1F1B holds `pipeline` micro-batches of the first stage's layers; interleaving adds the warm-up of later chunks
-    in_flight = p.pipeline if p.virtual == 1 else p.pipeline * (1 + (p.pipeline - 1) / (p.pipeline * p.virtual))
-    return every / p.pipeline * in_flight + working
+    each = []
+    for i in layers_of_rank(config, rank):
+        mixer = _linear_values(config, keeps) if pattern[i] == "K" else _attention_values(config, keeps)
+        dense = (2 + keeps["units"]) * m.dense_hidden / p.tensor
+        feed = dense if i < m.dense_layers else _expert_values(config, keeps)
+        each.append(tokens * number * (mixer + feed + 4 * d))  # of two sublayers, the input and the running sum
+    every, working = sum(each), 0.0
+    if train.recompute in ("full", "unit"):
+        group = 1 if train.recompute == "full" else 4
+        sources = 1 if keeps["layer_inputs"] else 0  # a sum a layer: the other sources are those of layers before
+        every, working = sources * len(each) / group * tokens * d * number, group * max(each, default=0.0)
+    return every * _in_flight(config, rank) + working
 
 
-def _linear_values(config: Config) -> float:
-    """Values a token leaves in one K layer: q, k, v before and after convolution, decay, gate, output twice."""
+def _in_flight(config: Config, rank: int) -> float:
+    """Micro-batches of all a rank's layers that wait for their backward: 1F1B, or interleaved with its warm-up."""
+    p = config.parallel
+    if p.virtual == 1:
+        return p.pipeline - rank
+    return (2 * (p.pipeline - rank - 1) + (p.virtual - 1) * p.pipeline + 1) / p.virtual
+
+
+def _linear_values(config: Config, keeps: dict[str, bool]) -> float:
+    """Values a token leaves in one K layer. In units of heads * head_dim: q, k, v before and after convolution, the raw
+    decay, three scaled copies of q and k, the output, its gate and the gated output, the chunk's updates; then a state
+    and two squares a chunk."""
     k = config.model.kda
-    return 10.0 * k.heads * k.head_dim / config.parallel.tensor
+    return (
+        (13 + keeps["gates"] + k.head_dim / CHUNK + 2 * CHUNK / k.head_dim)
+        * k.heads
+        * k.head_dim
+        / (config.parallel.tensor)
+    )
 
 
-def _attention_values(config: Config) -> float:
+def _attention_values(config: Config, keeps: dict[str, bool]) -> float:
+    """Values a token leaves in one F layer: queries, keys, values and output at the key's width (what torch's kernel
+    takes), the output, its gate and the gated output; latents before and after their norms."""
     a, tensor = config.model.mla, config.parallel.tensor
-    query = a.heads * (a.nope_dim + a.shared_dim)
-    latents = 2 * (a.kv_lora_rank + (a.q_lora_rank or 0)) + a.shared_dim
-    return (2 * query + 4 * a.heads * a.v_dim) / tensor + latents
+    key = a.nope_dim + a.shared_dim
+    latents = (1 + keeps["norms"]) * (a.kv_lora_rank + (a.q_lora_rank or 0)) + a.kv_lora_rank + 2 * a.shared_dim
+    return a.heads * (4 * key + (2 + keeps["gates"]) * a.v_dim) / tensor + latents
 
 
-def _expert_values(config: Config) -> float:
-    """Values a token leaves in one MoE layer: dispatched inputs, gate, up and product of its experts, shared part."""
+def _expert_values(config: Config, keeps: dict[str, bool]) -> float:
+    """Values a token leaves in one MoE layer: dispatched inputs, gate, up and product of its experts, latents."""
     moe, tensor = config.model.moe, config.parallel.tensor
     spread = tensor if checks.sequence_parallel(config) else 1
     width = moe.latent or config.model.hidden_size
-    routed = moe.top_k * (2 * width + 3 * moe.expert_hidden) + 3 * width
-    return routed / spread + 3 * moe.shared_experts * moe.expert_hidden / tensor
+    unit = 2 + keeps["units"]
+    routed = moe.top_k * (width + unit * moe.expert_hidden) + (1 + keeps["norms"]) * width
+    return routed / spread + unit * moe.shared_experts * moe.expert_hidden / tensor

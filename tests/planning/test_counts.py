@@ -10,7 +10,7 @@ import pytest
 from k3train.config.compose import compose
 from k3train.config.schema import ModelConfig
 from k3train.model.build import build_meta
-from k3train.planning import parameters
+from k3train.planning import memory, parameters
 from tests.model.golden_model import tiny_a
 
 
@@ -46,3 +46,24 @@ def test_published_models_build_on_the_meta_device(one_rank: Any, name: str, tot
         assert abs(numel - total) < 5_000_000
     else:
         assert numel == total
+
+
+@pytest.mark.parametrize("name", ["k3_tiny", "kimi_linear_48b"])
+def test_every_layer_and_every_stage_is_counted_as_it_is_built(one_rank: Any, name: str) -> None:
+    """Stages cut by cost hold different layers: each rank's share, not the mean, is what must fit."""
+    config = compose([f"model={name}"])
+    built = build_meta(config.model, one_rank)
+    sizes = []
+    for i, layer in built.layers.items():
+        tensors = [*layer.parameters(), *(b for b in layer.buffers() if getattr(b, "k3", None) is not None)]
+        sizes.append(sum(t.numel() for t in tensors))
+        parts = parameters.of_layer(config.model, int(i))
+        assert parts.split + parts.replicated + parts.experts == sizes[-1], i
+    config.parallel.pipeline, config.parallel.virtual = 2, 2
+    ranks = [memory.layers_of_rank(config, rank) for rank in range(2)]
+    assert sorted(ranks[0] + ranks[1]) == list(range(len(sizes)))
+    ends = [config.model.vocab_size * config.model.hidden_size] * 2
+    ends[1] += sum(p.numel() for n, p in built.named_parameters() if n.startswith(("final_norm", "output_residual")))
+    held = [sum(sizes[i] for i in layers) + end for layers, end in zip(ranks, ends)]
+    fullest = memory.rank_parameters(config, 2)
+    assert fullest.dense + fullest.experts == max(held)
