@@ -282,12 +282,11 @@ def _check_graphs(config: Config) -> None:
     """A captured micro-batch holds no collective and nothing that the host must read."""
     if config.train.cuda_graphs == "none":
         return
-    p, o = config.parallel, config.optim
+    p = config.parallel
     hindrances = {
         f"engine={config.engine.name}": config.engine.name != "megatron",
         **{f"parallel.{n}={getattr(p, n)}": getattr(p, n) > 1 for n in ("tensor", "pipeline", "context", "expert")},
         "parallel.overlap_grad_reduce=true": p.overlap_grad_reduce,
-        f"optim.qk_clip={o.qk_clip}": o.qk_clip is not None,
     }  # fmt: skip
     for what, there in hindrances.items():
         if there:

@@ -15,8 +15,17 @@ def largest_logits(
     """max over visible pairs of scale * q . k, fp32 [H].
 
     q [n, H, K] are the last n of the m positions of k [m, H, K]; a query sees itself and what comes before it, and,
-    where documents int32 [m] is given, only its own document. Products are summed and kept in fp32.
+    where documents int32 [m], ascending, is given, only its own document. Products are summed and kept in fp32.
     """
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype:
+        from k3train.model.attention_logits_triton import largest_products
+
+        return largest_products(q.detach(), k.detach(), documents) * scale
+    return in_blocks(q, k, scale, documents)
+
+
+def in_blocks(q: torch.Tensor, k: torch.Tensor, scale: float, documents: torch.Tensor | None = None) -> torch.Tensor:
+    """`largest_logits` by torch's products, a block of scores at a time."""
     n, heads, _ = q.shape
     m = k.shape[0]
     queries, keys = q.detach().transpose(0, 1), k.detach().permute(1, 2, 0)
@@ -29,7 +38,7 @@ def largest_logits(
         at = positions[m - n + rows.start : m - n + rows.stop, None]
         for j in range(0, m - n + rows.stop, width):
             columns = slice(j, min(j + width, m - n + rows.stop))
-            scores = _product(queries[:, rows], keys[:, :, columns])
+            scores = torch.bmm(queries[:, rows].float(), keys[:, :, columns].float())
             hidden = positions[columns] > at
             if documents is not None:
                 hidden |= documents[columns] != documents[at]
@@ -39,10 +48,3 @@ def largest_logits(
                 scores.masked_fill_(hidden, -torch.inf)
             best = torch.maximum(best, scores.amax((-2, -1)))
     return best * scale
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[H, n, K] times [H, K, m] -> fp32 [H, n, m]."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())

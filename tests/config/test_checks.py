@@ -66,7 +66,6 @@ VALUES = {
         "train.activations.units=auto",
     ),
     "graphs over several ranks": (["train.cuda_graphs=step", "parallel.expert=2"], "type train.cuda_graphs=none"),
-    "graphs and QK-Clip": (["train.cuda_graphs=step", "optim.qk_clip=100"], "optim.qk_clip=100"),
     "a run name with a slash": (["run.name=a/b"], "no slash"),
 }
 

@@ -65,8 +65,24 @@ def train(layout: Layout, config: Config, steps: int = 4) -> tuple[Any, list[Any
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["train.recompute=selective"], ["train.recompute=full"], ["model.balancing=aux_loss"], ["optim=muon"]],
-    ids=["plain", "selective recomputation", "full recomputation", "an auxiliary loss", "muon"],
+    [
+        [],
+        ["train.recompute=selective"],
+        ["train.recompute=full"],
+        ["model.balancing=aux_loss"],
+        ["optim=muon"],
+        ["optim.qk_clip=0.001"],
+        ["model.mtp_layers=1"],
+    ],
+    ids=[
+        "plain",
+        "selective recomputation",
+        "full recomputation",
+        "an auxiliary loss",
+        "muon",
+        "clipped heads",
+        "multi-token prediction",
+    ],
 )
 def test_a_captured_step_is_the_eager_step(one_rank: Layout, overrides: list[str]) -> None:
     _, eager = train(one_rank, config_of("none", *overrides))
@@ -78,6 +94,7 @@ def test_a_captured_step_is_the_eager_step(one_rank: Layout, overrides: list[str
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=5e-2)
         assert a.load is not None
         assert b.load is not None
+        assert a.extra == pytest.approx(b.extra, rel=0.1)
         assert a.load.sum() == b.load.sum()  # every token is counted once, also when replayed
     assert eager[0].loss == pytest.approx(captured[0].loss, abs=2e-3)
 

@@ -39,3 +39,33 @@ def test_what_a_query_does_not_see_does_not_count() -> None:
     assert float(largest_logits(q, k, 1.0)) == 2.0
     k[0] = 50.0  # of another document than the rest
     assert float(largest_logits(q[1:], k, 1.0, torch.tensor([0, 1, 1, 1], dtype=torch.int32))) == 2.0
+
+
+def packed(
+    n: int, m: int, width: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(n * m)
+    q, k = (torch.randn(rows, 3, width, generator=generator).to(device, dtype) for rows in (n, m))
+    documents = (torch.arange(m) * 5 // m).to(device, torch.int32)
+    return q, k, documents
+
+
+def check_the_kernel(n: int, m: int, width: int, dtype: torch.dtype, device: str) -> None:
+    from k3train.model.attention_logits_triton import largest_products
+
+    q, k, documents = packed(n, m, width, dtype, device)
+    for given in (documents, None):
+        want = whole_table(q.cpu(), k.cpu(), 1.0, None if given is None else given.cpu())
+        torch.testing.assert_close(largest_products(q, k, given).cpu().double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize(("n", "m", "width"), [(150, 150, 24), (40, 300, 96)])
+def test_the_kernel_equals_the_whole_table_interpreted(n: int, m: int, width: int) -> None:
+    check_the_kernel(n, m, width, torch.float16, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "m", "width"), [(4096, 4096, 192), (1000, 3001, 192), (77, 77, 48)])
+def test_the_kernel_equals_the_whole_table(n: int, m: int, width: int) -> None:
+    check_the_kernel(n, m, width, torch.bfloat16, "cuda")
