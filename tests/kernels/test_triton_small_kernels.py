@@ -99,11 +99,21 @@ def test_convolution_wider_than_four_taps_is_refused() -> None:
         short_convolution(random(1, 9, 4).float(), random(4, 5).float(), backend="triton")
 
 
-def test_convolution_steps() -> None:
-    x, weight, state = random(2, 6, 8).float(), random(8, 4, seed=1).float(), random(2, 8, 3, seed=2).float()
+@pytest.mark.parametrize("tokens", [1, 2, 6], ids=lambda n: f"{n} tokens a step")
+@pytest.mark.parametrize("W", [1, 2, 4], ids=lambda n: f"width {n}")
+def test_convolution_steps(W: int, tokens: int) -> None:
+    x, weight = random(2, 6, 10).float()[..., 1:9], random(8, W, seed=1).float()
+    cache = random(2, 3, 8, W - 1, seed=2).float()
+    before, state = cache.clone(), cache[:, 1]  # a strided view into a cache of three layers
     expected, end = short_convolution(x, weight, initial_state=state, output_final_state=True, backend="torch")
-    steps = [short_convolution_step(x[:, t : t + 1], weight, state, backend="triton") for t in range(6)]
+    steps = [short_convolution_step(x[:, t : t + tokens], weight, state, backend="triton") for t in range(0, 6, tokens)]
     assert_close([torch.cat(steps, 1), state], [expected, end], ["y", "state"], 1e-6)
+    assert torch.equal(cache[:, [0, 2]], before[:, [0, 2]])
+
+
+def test_convolution_step_that_triton_cannot_take_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"backend: triton takes W <= 4 .*got W = 5, torch.float32"):
+        short_convolution_step(random(1, 1, 4).float(), random(4, 5).float(), random(1, 4, 4).float(), backend="triton")
 
 
 @pytest.mark.parametrize("shape", [(5, 16), (2, 3, 4, 32), (9, 5), (3000, 4), (0, 8)], ids=str)

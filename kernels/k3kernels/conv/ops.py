@@ -151,6 +151,18 @@ def short_convolution_step(x: Tensor, weight: Tensor, state: Tensor, *, backend:
     check_tensor("x", x, (None,) * 3, "[B, T, C]")
     check_tensor("weight", weight, (x.shape[2], None), "[C, W]")
     check_tensor("state", state, (x.shape[0], x.shape[2], weight.shape[1] - 1), "[B, C, W-1]")
+    check_same_device("x", x, {"weight": weight, "state": state})
+    check_choice("backend", backend, BACKENDS)
+    fits = weight.shape[1] <= TRITON_MAX_WIDTH and x.element_size() < 8
+    if backend == "triton" or (backend == "auto" and x.is_cuda and fits):
+        if not fits:
+            raise ValueError(
+                f"backend: triton takes W <= {TRITON_MAX_WIDTH} and at most 32 bits a value, got W = {weight.shape[1]}, "
+                f"{x.dtype}; use backend='torch'"
+            )
+        from k3kernels.conv.triton_step import short_convolution_step_triton  # imports triton, which CPU users may lack
+
+        return short_convolution_step_triton(x, weight, state)
     y, end = short_convolution(x, weight, initial_state=state, output_final_state=True, backend=backend)
     assert end is not None
     state.copy_(end)
