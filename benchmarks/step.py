@@ -3,6 +3,7 @@
     python benchmarks/step.py                                  # model=k3_proxy, sequence 8192, bf16
     python benchmarks/step.py --arms base,balanced,residuals_off,balancing_none --json out.json
     python benchmarks/step.py --arms base model=k3_tiny train.seq_length=512     # any override of k3train
+    torchrun --nproc-per-node=2 benchmarks/step.py --arms data2,expert2,pipeline2,context2_long --no-split
 
 Each arm trains a few steps of the engine that `k3train train` uses: forward and backward of all micro-batches, gradient
 norm and clipping, optimizer, balancing. tokens/s is over whole steps, by the median step. MFU is model FLOPs (the
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -44,7 +46,18 @@ ARMS: dict[str, list[str]] = {
     "recompute_unit": ["train.recompute=unit"],
     "recompute_full": ["train.recompute=full"],
     "muon": ["optim=muon"],
-}
+    "fp8_block": ["train.precision=fp8_block", "train.cuda_graphs=none"],
+    "fp8_current": ["train.precision=fp8_current", "train.cuda_graphs=none"],
+    "long": ["train.seq_length=65536", "train.micro_batch=1", "train.recompute=unit"],
+    "data2": ["parallel.data=2"],
+    "expert2": ["parallel.expert=2", "train.cuda_graphs=none"],
+    "pipeline2": ["parallel.pipeline=2", "parallel.virtual=2", "train.cuda_graphs=none"],
+    "context2_long": [
+        "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.recompute=unit",
+        "train.cuda_graphs=none",
+    ],
+    "plain": ["model.backend=torch", "train.cuda_graphs=none"],
+}  # fmt: skip
 """What each arm overrides. The base is model=k3_proxy with AdamW."""
 
 BASE = [
@@ -53,13 +66,13 @@ BASE = [
 ]  # fmt: skip
 
 
-def batches(config: Any, step: int, micro_batches: int) -> Iterator[dict[str, Any]]:
-    """Micro-batches of packed documents with Zipf-distributed tokens: a function of the step alone."""
+def batches(config: Any, step: int, micro_batches: int, rank: int = 0, ranks: int = 1) -> Iterator[dict[str, Any]]:
+    """Micro-batches of packed documents with Zipf-distributed tokens, of one of the data-parallel ranks."""
     import torch
 
     s, b, vocabulary = config.train.seq_length, config.train.micro_batch, config.model.vocab_size
     for m in range(micro_batches):
-        generator = torch.Generator().manual_seed(1_000_003 * step + m)
+        generator = torch.Generator().manual_seed(1_000_003 * step + m * ranks + rank)
         uniform = torch.rand(b * s + 1, generator=generator)
         tokens = torch.exp(uniform * torch.log(torch.tensor(float(vocabulary)))).long().clamp_(1, vocabulary) - 1
         count = max(1, s // 2000)
@@ -135,7 +148,11 @@ def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: 
     from k3train.planning import flops, memory
     from k3train.train import profiling
 
-    config = compose([*BASE, *ARMS[name], *overrides])
+    config = compose([*BASE, *overrides, *ARMS[name]])
+    if name == "plain":
+        import plain
+
+        print(f"plain: KDA is {plain.install()}", flush=True)
     cuda = torch.cuda.is_available()
     begin = time.perf_counter()
     engine = make_engine(config)
@@ -145,9 +162,13 @@ def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: 
     if name == "balanced":
         force_balanced(engine, config.train.seq_length * config.train.micro_batch)
     number = iter(range(1 << 30))
+    sizes, place = engine.layout.sizes, engine.layout.dp.rank()
 
-    def step(count: int = micro) -> Any:
-        return engine.step(iter(list(batches(config, next(number), count))), config.optim.lr, count)
+    def prepare() -> Iterator[dict[str, Any]]:
+        return iter(list(batches(config, next(number), micro, place, sizes.data)))
+
+    def step() -> Any:
+        return engine.step(prepare(), config.optim.lr, micro)
 
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -157,21 +178,22 @@ def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: 
     warm = time.perf_counter() - begin
     times = []
     for _ in range(steps):
-        prepared = list(batches(config, next(number), micro))
+        prepared = prepare()
         synchronize()
         begin = time.perf_counter()
-        results.append(engine.step(iter(prepared), config.optim.lr, micro))
+        results.append(engine.step(prepared, config.optim.lr, micro))
         synchronize()
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
     counted = flops.flops_per_token(config.model, config.train.seq_length)
     rate = tokens / seconds
+    peak = flops.PEAK_TFLOPS * sizes.world
     found: dict[str, Any] = {
-        "arm": name, "overrides": ARMS[name] + overrides, "tokens_per_second": rate, "step_seconds": seconds,
+        "arm": name, "overrides": overrides + ARMS[name], "tokens_per_second": rate, "step_seconds": seconds,
         "spread": (max(times) - min(times)) / seconds, "tflops": counted * rate / 1e12, "flops_per_token": counted,
-        "mfu": counted * rate / 1e12 / flops.PEAK_TFLOPS, "tokens_per_step": tokens, "micro_batches": micro,
+        "mfu": counted * rate / 1e12 / peak, "gpus": sizes.world, "tokens_per_step": tokens, "micro_batches": micro,
         "losses": [r.loss for r in results], "built": built, "warm": warm,
-        "planned_gb": memory.estimate(config, 1).total / 1e9,
+        "planned_gb": memory.estimate(config, sizes.world).total / 1e9,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if cuda else None,
     }  # fmt: skip
@@ -213,7 +235,7 @@ def show(found: dict[str, Any]) -> str:
     lines = [
         f"== {found['arm']} {' '.join(found['overrides'])}",
         f"{found['tokens_per_second']:,.0f} tokens/s, {found['tflops']:.1f} TFLOP/s, MFU {found['mfu']:.1%} "
-        f"({found['flops_per_token']:.4g} FLOP a token x tokens/s over 989.5e12); step {found['step_seconds']:.3f} s of "
+        f"({found['flops_per_token']:.4g} FLOP a token x tokens/s over {found['gpus']} x 989.5e12); step {found['step_seconds']:.3f} s of "
         f"{found['tokens_per_step']} tokens in {found['micro_batches']} micro-batches, spread {found['spread']:.1%}",
         f"losses {' '.join(f'{x:.3f}' for x in found['losses'])}; MaxVio {found.get('max_vio', float('nan')):.2f}; "
         f"built in {found['built']:.1f} s, first two steps {found['warm']:.1f} s",
@@ -254,7 +276,8 @@ def main() -> None:
 
     platform.install()
     config = compose([*BASE, *options.overrides])
-    print(flops.formula(config.model, config.train.seq_length), flush=True)
+    if not int(os.environ.get("RANK", "0")):
+        print(flops.formula(config.model, config.train.seq_length), flush=True)
     results = []
     for i, arm in enumerate(options.arms.split(",")):
         try:
@@ -264,12 +287,12 @@ def main() -> None:
             )  # fmt: skip
         except Exception as error:  # the other arms are still worth their time
             print(f"== {arm}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-            if arm == "base":
-                raise
             continue
         finally:
             release()
         results.append(found)
+        if int(os.environ.get("RANK", "0")):
+            continue
         print(show(found), flush=True)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1, default=str))
