@@ -51,6 +51,12 @@ def test_a_run_leaves_shrinks_and_comes_back_into_another_layout(tmp_path):
     assert "top-1 agreement" in shown
     report = json.loads((first.with_name("hf-mxfp4") / REPORT).read_text())
     assert report["model"]["tokens"] > 0 and len(report["outputs"]) == 3
+    packed = first.with_name("hf-mxfp4")
+    wrote = k3train("generate", f"source={packed}", "prompt=def f", "max_tokens=4", cwd=tmp_path)
+    assert wrote.startswith("def f") and len(wrote) > len("def f\n")
+    suites = 'suites=[heldout,"recall:overwrite,pairs=2,rewrites=2"]'
+    shown = k3train("evaluate", f"source={packed}", suites, "samples=4", *data, cwd=tmp_path)
+    assert "bits per byte" in shown and re.search(r"recall:overwrite.*accuracy.*\[0\.\d+, \d\.\d+\]", shown)
     shown = k3train("import", f"source={first}", "run.name=second", "parallel.tensor=2", cwd=tmp_path)
     k3train("export", "run.name=second", cwd=tmp_path)
     assert shards(tmp_path / "runs" / "second" / "hf") == shards(first)
