@@ -2,9 +2,10 @@
 
 The convention, fixed so that numbers compare: a matrix product of [m, k] and [k, n] is 2*m*k*n; a step is three times
 the forward; recomputation is not counted. Counted: every projection, the router, latent, shared, routed and dense
-matrices, the head; causal attention as half of the full product; the delta-rule mixers by the chunk algorithm's
-products at chunk 64 whatever kernel runs. Not counted: the embedding look-up, convolutions, norms, gates, the
-attention-residual mixes and the optimizer. Document boundaries inside a sequence are ignored.
+matrices, the head, and with multi-token prediction its layer and the head a second time; causal attention as half of
+the full product; the delta-rule mixers by the chunk algorithm's products at chunk 64 whatever kernel runs. Not counted:
+the embedding look-up, convolutions, norms, gates, the attention-residual mixes and the optimizer. Document boundaries
+inside a sequence are ignored.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Forward:
     shared_experts: float
     routed_experts: float
     head: float
+    further: float  # multi-token prediction
 
     @property
     def total(self) -> float:
@@ -50,17 +52,21 @@ def forward(model: ModelConfig, seq_length: int) -> Forward:
     parts = parameters.count(model)
     sparse = max(0, len(layers) - model.dense_layers)
     mla = model.mla
+    attention = mla.heads * seq_length * (mla.nope_dim + mla.shared_dim + mla.v_dim)
+    experts = model.moe.top_k * 3 * (model.moe.latent or model.hidden_size) * model.moe.expert_hidden
+    further = 2.0 * (parameters.further_layer(model)["projections"] + experts + parts.head) + attention
     return Forward(
         linear_projections=2.0 * linear * parameters.linear_mixer(model)["projections"],
         linear_recurrence=float(linear * model.kda.heads * recurrence(model, seq_length)),
         full_projections=2.0 * full * parameters.full_attention(model)["projections"],
-        full_attention=float(full * mla.heads * seq_length * (mla.nope_dim + mla.shared_dim + mla.v_dim)),
+        full_attention=float(full * attention),
         dense=2.0 * parts.dense,
         router=2.0 * sparse * model.moe.experts * model.hidden_size,
         latent=2.0 * sparse * parameters.latent_projections(model),
         shared_experts=2.0 * parts.shared_experts,
         routed_experts=2.0 * parts.routed_experts_active,
         head=2.0 * parts.head,
+        further=model.mtp_layers * further,
     )
 
 
@@ -105,8 +111,9 @@ def formula(model: ModelConfig, seq_length: int) -> str:
         "shared_experts": "2 x 3 x hidden x shared width a layer",
         "routed_experts": f"2 x 3 x width x expert_hidden x top {model.moe.top_k} a layer",
         "head": "2 x hidden x vocabulary",
+        "further": "multi-token prediction: its projections, experts and attention, and the head again",
     }
-    lines = [f"  {name:<19} {value:>14.4g}  {said[name]}" for name, value in parts.by_part().items()]
+    lines = [f"  {name:<19} {value:>14.4g}  {said[name]}" for name, value in parts.by_part().items() if value]
     total = 3 * parts.total
     return "\n".join(
         [f"model FLOPs a token at sequence length {seq_length} = 3 x forward = {total:.4g}; forward by part:", *lines]

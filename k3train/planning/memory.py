@@ -98,6 +98,7 @@ def _held(config: Config, world: int, rank: int) -> RankParameters:
         whole = [parameters.of_layer(m, i) for i in range(every)]
         beside = parts.total - parts.embedding - parts.head - sum(x.split + x.replicated + x.experts for x in whole)
         beside_experts = parts.routed_experts - sum(x.experts for x in whole)
+        beside_experts += parts.further - m.mtp_layers * sum(parameters.further_layer(m).values())
         dense += parts.head / p.tensor + beside - beside_experts
         experts += beside_experts
     return RankParameters(
@@ -136,6 +137,9 @@ def activations(config: Config, number: int = 2, rank: int = 0) -> float:
         dense = (2 + keeps["units"]) * m.dense_hidden / p.tensor
         feed = dense if i < m.dense_layers else _expert_values(config, keeps)
         each.append(tokens * number * (mixer + feed + 4 * d))  # of two sublayers, the input and the running sum
+    if m.mtp_layers and rank == p.pipeline - 1:
+        further = _attention_values(config, keeps) + _expert_values(config, keeps) + 8 * d
+        each.append(tokens * number * further)
     every, working = sum(each), 0.0
     if train.recompute in ("full", "unit"):
         group = 1 if train.recompute == "full" else 4

@@ -26,6 +26,7 @@ class Parts:
     attention_residuals: int
     norms: int
     head: int
+    further: int  # multi-token prediction: there while training, not in exports
     routed_experts_active: int  # of routed_experts, those a token passes through
 
     @property
@@ -34,8 +35,8 @@ class Parts:
 
     @property
     def active(self) -> int:
-        """Parameters a token passes through, the embedding look-up left out."""
-        return self.total - self.embedding - self.routed_experts + self.routed_experts_active
+        """Parameters a token passes through, the embedding look-up and multi-token prediction left out."""
+        return self.total - self.embedding - self.further - self.routed_experts + self.routed_experts_active
 
     def by_part(self) -> dict[str, int]:
         """Named counts that add up to the total."""
@@ -62,6 +63,7 @@ def count(model: ModelConfig) -> Parts:
         attention_residuals=2 * d * (2 * len(layers) + 1) if residuals else 0,
         norms=d * (2 * len(layers) + 1),
         head=model.vocab_size * d,
+        further=model.mtp_layers * (sum(further_layer(model).values()) + moe.experts * expert),
         routed_experts_active=sparse * moe.top_k * expert,
     )
 
@@ -92,6 +94,16 @@ def full_attention(model: ModelConfig) -> dict[str, int]:
     projections += d * (a.kv_lora_rank + a.shared_dim) + a.kv_lora_rank * a.heads * (a.nope_dim + a.v_dim)
     projections += d * a.heads * a.v_dim * (2 if a.output_gate else 1)
     return {"projections": projections, "vectors": a.kv_lora_rank + (a.q_lora_rank or 0)}
+
+
+def further_layer(model: ModelConfig) -> dict[str, int]:
+    """Parameters of the layer of multi-token prediction, its routed experts left out: `projections` and `vectors`."""
+    d, moe = model.hidden_size, model.moe
+    attention = full_attention(model)
+    shared = 3 * d * moe.shared_experts * moe.expert_hidden
+    projections = 2 * d * d + attention["projections"] + latent_projections(model) + shared + moe.experts * d
+    norms = 5 * d + ((moe.latent or d) if moe.latent_norm else 0)
+    return {"projections": projections, "vectors": attention["vectors"] + norms + moe.experts}
 
 
 def latent_projections(model: ModelConfig) -> int:
@@ -136,4 +148,7 @@ def layer_costs(model: ModelConfig) -> list[float]:
     kinds = expand_pattern(model.pattern, model.hybrid)
     costs = [float(mixers[kind] + (dense if i < model.dense_layers else sparse)) for i, kind in enumerate(kinds)]
     costs[-1] += d * model.vocab_size
+    if model.mtp_layers:
+        experts = moe.top_k * 3 * (moe.latent or d) * moe.expert_hidden
+        costs[-1] += further_layer(model)["projections"] + experts + d * model.vocab_size
     return costs

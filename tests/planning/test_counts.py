@@ -24,14 +24,14 @@ def counted(model: ModelConfig, layout: Any) -> int:
     "switch",
     [
         {}, {"attention_residuals": "off"}, {"attention_residuals": "full"}, {"mixer": "gated_delta"}, {"mixer": "delta"},
-        {"mixer": "linear"}, {"mixer": "softmax"}, {"hybrid": "none"}, {"dense_layers": 4},
+        {"mixer": "linear"}, {"mixer": "softmax"}, {"hybrid": "none"}, {"dense_layers": 4}, {"mtp_layers": 1},
     ],
     ids=str,
 )  # fmt: skip
 def test_closed_form_equals_the_built_model(one_rank: Any, switch: dict[str, Any]) -> None:
     model = dataclasses.replace(tiny_a(), **switch)
     unused = 2 * model.hidden_size if model.attention_residuals != "off" else 0  # layer 0's vectors are buffers
-    biases = model.moe.experts * (9 - model.dense_layers)
+    biases = model.moe.experts * (9 - model.dense_layers + model.mtp_layers)
     total = parameters.count(model).total
     assert total in (counted(model, one_rank) + unused, counted(model, one_rank) + unused + biases)
 

@@ -89,7 +89,7 @@ def test_embedding_is_not_counted_and_the_head_is() -> None:
 def test_formula_names_every_part_and_the_total() -> None:
     m = model_of("model=k3")
     text = flops.formula(m, 8192)
-    assert all(name in text for name in flops.forward(m, 8192).by_part())
+    assert all(name in text for name, value in flops.forward(m, 8192).by_part().items() if value)
     assert f"{flops.flops_per_token(m, 8192):.4g}" in text
 
 
@@ -97,3 +97,11 @@ def test_mfu_of_the_peak_is_one() -> None:
     m = model_of()
     speed = 2 * flops.PEAK_TFLOPS * 1e12 / flops.flops_per_token(m, 256)
     assert flops.mfu(m, 256, speed, devices=2) == pytest.approx(1.0)
+
+
+def test_multi_token_prediction_costs_its_layer_and_the_head_again() -> None:
+    plain, further = model_of(), model_of("model.mtp_layers=1")
+    more = flops.forward(further, 256).total - flops.forward(plain, 256).total
+    layer = flops.forward(model_of("model.pattern=F", "model.dense_layers=0"), 256)  # one Gated MLA and LatentMoE layer
+    assert more == layer.total + 2 * 2 * plain.hidden_size**2  # and the fusion of hidden state and embedding
+    assert parameters.count(further).active == parameters.count(plain).active
