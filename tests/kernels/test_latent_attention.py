@@ -57,6 +57,18 @@ def test_it_is_softmax_over_the_sequence_so_far(shape: tuple[Any, ...], backend:
     check(*case(*sizes), lengths, sizes[3], backend)
 
 
+@pytest.mark.parametrize(("heads", "tokens"), [(16, 16), (64, 32), (64, 16)])
+def test_tiles_with_either_side_long_agree(heads: int, tokens: int) -> None:
+    from k3kernels.latent_attention.triton_split import Tile, latent_attention_triton
+
+    q, latents = case(2, 20, 90, 32, 16)
+    lengths = [90, 47]
+    tile = Tile(tokens, heads, 4, 1, 6)
+    o = latent_attention_triton(q.to(DEVICE), latents.to(DEVICE), torch.tensor(lengths, device=DEVICE), 32, 0.2, tile)
+    want = expected(q, latents, lengths, 32, 0.2)
+    assert float((o.cpu().double() - want).abs().max() / want.abs().max()) < 3e-6
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_bfloat16_sums_in_fp32(backend: str) -> None:
     check(*case(2, 4, 100, 32, 16, torch.bfloat16), [100, 31], 32, backend)

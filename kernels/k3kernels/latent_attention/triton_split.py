@@ -31,7 +31,7 @@ def default_tile(heads: int, dtype: torch.dtype) -> Tile:
     width = min(64, max(16, triton.next_power_of_2(heads)))
     if dtype == torch.float32:
         return Tile(16, min(width, 16), 4, 1, 264)
-    return Tile(64, width, 4 if width <= 32 else 8, 2, 132)
+    return Tile(64, width, 4, 2, 132) if width <= 32 else Tile(32, 64, 8, 3, 132)
 
 
 @triton.jit
@@ -85,6 +85,56 @@ def split_kernel(
 
 
 @triton.jit
+def wide_split_kernel(
+    q_ptr, c_ptr, lengths_ptr, o_ptr, stats_ptr, c_sb, c_ss, H, splits, scale_log2,
+    C: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr,
+    EXACT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`split_kernel` with the heads on the long side of the tensor core (BH of 64 and more): tiles of fewer tokens fit,
+    so that more of them are on their way."""
+    split, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    channel, rest, token = tl.arange(0, BC), tl.arange(0, BR), tl.arange(0, BS)
+    in_h, in_c, in_r = head < H, channel < C, rest < R
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    q_at = q_ptr + (batch * H + head)[:, None] * (C + R)
+    q_c = tl.load(q_at + channel[None, :], mask=in_h[:, None] & in_c[None, :], other=0.0)  # [BH, BC]
+    q_r = tl.load(q_at + C + rest[None, :], mask=in_h[:, None] & in_r[None, :], other=0.0)
+    if WIDE:
+        q_c, q_r = q_c.to(tl.float32), q_r.to(tl.float32)
+    length = tl.load(lengths_ptr + batch).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(length, splits), BS) * BS
+    first = split * share
+    end = tl.minimum(first + share, length)
+    top = tl.full([BH], float("-inf"), tl.float32)
+    total = tl.zeros([BH], tl.float32)
+    acc = tl.zeros([BH, BC], tl.float32)
+    c_at = c_ptr + batch * c_sb
+    for start in range(first, end, BS):
+        s = start + token
+        in_s = s < end
+        line = c_at + s.to(tl.int64)[:, None] * c_ss
+        c = tl.load(line + channel[None, :], mask=in_s[:, None] & in_c[None, :], other=0.0)  # [BS, BC]
+        r = tl.load(line + C + rest[None, :], mask=in_s[:, None] & in_r[None, :], other=0.0)
+        if WIDE:
+            c, r = c.to(tl.float32), r.to(tl.float32)
+        score = tl.dot(q_c, tl.trans(c), input_precision=precision)
+        score = tl.dot(q_r, tl.trans(r), score, input_precision=precision) * scale_log2  # [BH, BS]
+        score = tl.where(in_s[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(score - higher[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(c.dtype), c, acc * shrink[:, None], input_precision=precision)
+        top = higher
+    at = (batch * splits + split) * H + head
+    tl.store(stats_ptr + at * 2, top, mask=in_h)
+    tl.store(stats_ptr + at * 2 + 1, total, mask=in_h)
+    o_at = o_ptr + at[:, None] * C + channel[None, :]
+    tl.store(o_at, acc, mask=in_h[:, None] & in_c[None, :])
+
+
+@triton.jit
 def merge_kernel(
     o_ptr, stats_ptr, out_ptr, H, splits, C: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
@@ -125,7 +175,8 @@ def latent_attention_triton(
     splits = max(1, min(triton.cdiv(S, tile.tokens), round(tile.programs / (B * blocks)), 1024))
     part = torch.empty(B, splits, H, values, dtype=torch.float32, device=q.device)
     stats = torch.empty(B, splits, H, 2, dtype=torch.float32, device=q.device)
-    split_kernel[(splits, blocks, B)](
+    kernel = wide_split_kernel if tile.heads >= 64 else split_kernel
+    kernel[(splits, blocks, B)](
         q, latents, lengths, part, stats, *latents.stride()[:2], H, splits, scale * 1.4426950408889634,
         C=values, R=D - values, BC=max(16, triton.next_power_of_2(values)),
         BR=max(16, triton.next_power_of_2(max(1, D - values))), BH=tile.heads, BS=tile.tokens,
