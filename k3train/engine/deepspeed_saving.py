@@ -96,7 +96,8 @@ def _content(engine: DeepSpeedEngine, state: dict[str, Any]) -> Files:
     if dist.get_rank() == 0:
         for name, buffer in engine.model.named_buffers():
             if getattr(buffer, "k3", None) is not None:
-                content.append((universal.file_of(name, universal.WEIGHTS), {"param": buffer.detach().float().cpu()}))
+                now = buffer.detach().to("cpu", torch.float32, copy=True)  # the next step moves it
+                content.append((universal.file_of(name, universal.WEIGHTS), {"param": now}))
         dtype = "bf16" if engine.ctx.dtype == torch.bfloat16 else "fp32"
         content.append((universal.ABOUT, universal.about(state, optimizer=optimizer, dtype=dtype)))
     return content

@@ -1,7 +1,8 @@
-"""What the ranks of the pool run with the DeepSpeed engine."""
+"""What the ranks of the pool run with the DeepSpeed engine, beside the megatron engine on the same ranks."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,21 +10,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from k3train.engine import deepspeed_state
-from k3train.engine.deepspeed import DeepSpeedEngine
+from k3train.engine import deepspeed_saving, deepspeed_state
+from k3train.engine.deepspeed import DeepSpeedEngine, require
+from k3train.engine.deepspeed_convert import live_states
+from k3train.engine.megatron import MegatronEngine
+from k3train.errors import CheckpointError
 from k3train.parallel import layout as layouts
 from tests.parallel.tiny import SEED, batches, make_engine, tiny_config
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+SHORT = {"model.pattern": "KKFK", "model.residual_block": 2, "train.global_batch": 4, "train.micro_batch": 1}
+"""Four layers with every mechanism, and two or four micro-batches a step."""
+
+
+def _forget_groups() -> None:
+    """DeepSpeed keeps the groups of a process for good; a rank of the pool has new ones in every case."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    if groups._WORLD_GROUP in dist.distributed_c10d._world.pg_map:
+        return
+    comm.cdb = None
+    for name, value in vars(groups).items():
+        if name.startswith("_") and name.endswith(("_GROUP", "_GROUP_RANKS")):
+            setattr(groups, name, {} if isinstance(value, dict) else None)
 
 
 def zero_engine(
     stage: int, overrides: dict[str, Any] | None = None, weights: dict[str, torch.Tensor] | None = None
 ) -> DeepSpeedEngine:
-    """The tiny model under ZeRO; nothing stays whole in stage 3. weights: whole tensors to start from."""
-    config = tiny_config({"parallel.distributed_optimizer": False, **(overrides or {})})
+    """The tiny model under ZeRO; in stage 3 only vectors stay whole. weights: whole tensors to start from."""
+    settings = {**SHORT, "parallel.distributed_optimizer": False, **(overrides or {})}
+    config = tiny_config(settings, SEED if weights is not None else SEED + 1)
     config.engine.name, config.engine.zero_stage, config.engine.persistent_numel = "deepspeed", stage, 0
     layout = layouts.initialize(layouts.Sizes(world=dist.get_world_size()), timeout_minutes=1)
+    require()
+    _forget_groups()
     engine = DeepSpeedEngine(config, layout, torch.device("cpu"))
     if weights is not None:
         fill(engine, weights)
@@ -40,11 +62,12 @@ def fill(engine: DeepSpeedEngine, weights: dict[str, torch.Tensor]) -> None:
             buffer.copy_(weights[name])
 
 
-def start_weights(overrides: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """What the megatron engine of the tests starts from, buffers included."""
+def megatron_engine(overrides: dict[str, Any] | None = None) -> tuple[MegatronEngine, dict[str, torch.Tensor]]:
+    """The megatron engine with data parallelism, and what it starts from, buffers included."""
+    overrides = {**SHORT, **(overrides or {})}
     engine = make_engine({}, overrides)
     model = engine.models[0]
-    return {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    return engine, {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def run(engine: Any, steps: range) -> list[tuple[float, float]]:
@@ -56,3 +79,138 @@ def run(engine: Any, steps: range) -> list[tuple[float, float]]:
         assert not result.skipped
         seen.append((result.loss, result.grad_norm))
     return seen
+
+
+def distances(got: list[tuple[float, float]], want: list[tuple[float, float]]) -> list[float]:
+    """The larger relative distance of loss and gradient norm, by step."""
+    return [max(abs(a - b) / b for a, b in zip(one, other)) for one, other in zip(got, want, strict=True)]
+
+
+def moments(engine: DeepSpeedEngine | MegatronEngine) -> dict[str, torch.Tensor]:
+    """Adam's first moments, whole: after one step they are the gradients, times what is equal for all."""
+    if isinstance(engine, DeepSpeedEngine):
+        return deepspeed_state.gather(engine, "exp_avg")
+    shapes = {n: p.shape for n, p in engine.models[0].named_parameters()}
+    return {n: live["exp_avg"].reshape(shapes[n]).clone() for n, live in live_states(engine)}
+
+
+def compare(stages: list[int], steps: int, overrides: dict[str, Any] | None = None) -> dict[int, list[float]]:
+    """Stage -> distance of every step from the megatron engine's data parallelism."""
+    engine, weights = megatron_engine(overrides)
+    want = run(engine, range(steps))
+    del engine
+    return {stage: distances(run(zero_engine(stage, overrides, weights), range(steps)), want) for stage in stages}
+
+
+def gradient_distances(
+    stages: list[int], overrides: dict[str, Any] | None = None
+) -> dict[int, list[tuple[float, str]]]:
+    """Stage -> (distance, name) of every parameter's gradient in the first step, largest first; one process."""
+    engine, weights = megatron_engine(overrides)
+    run(engine, range(1))
+    want = moments(engine)
+    floor = 1e-7 * math.sqrt(sum(float(m.double().square().sum()) for m in want.values()))
+    found: dict[int, list[tuple[float, str]]] = {}
+    for stage in stages:
+        zero = zero_engine(stage, overrides, weights)
+        run(zero, range(1))
+        got = moments(zero)
+        assert got.keys() == want.keys()
+        found[stage] = sorted(
+            ((float((got[n] - m).norm()) / max(float(m.norm()), floor), n) for n, m in want.items()), reverse=True
+        )
+    return found
+
+
+def variants(stage: int, changes: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
+    """Two steps of the stage as it is, then with each of the changes."""
+    _, weights = megatron_engine()
+    return [run(zero_engine(stage, change, weights), range(2)) for change in [{}, *changes]]
+
+
+def bad_gradients(stage: int) -> dict[str, Any]:
+    """Steps that must change nothing, among steps that go on as if they had not been."""
+    _, weights = megatron_engine()
+    straight = run(zero_engine(stage, None, weights), range(3))
+    engine = zero_engine(stage, None, weights)
+    seen = run(engine, range(2))
+    before = engine.full_parameters()
+    micro = engine.micro_batches(engine.config.train.global_batch)
+
+    def step(**options: Any) -> Any:
+        return engine.step(batches(engine.config, engine.layout, 9, SEED), 1.0, micro, **options)
+
+    explodes = step(max_grad_norm=0.1)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    hook = engine.model.final_norm.register_forward_hook(lambda _module, _inputs, x: x * (math.nan if last else 1.0))
+    nan = step()
+    hook.remove()
+    after = engine.full_parameters()
+    same = all(torch.equal(before[n], p) for n, p in after.items())
+    return {
+        "skipped": [explodes.skipped, nan.skipped], "norm": explodes.grad_norm, "loss": nan.loss, "same": same,
+        "went on": [*seen, *run(engine, range(2, 3))] == straight,
+    }  # fmt: skip
+
+
+def save_and_go_on(stage: int, folder: str, optim: str = "adamw") -> list[tuple[float, float]]:
+    """Two steps, a save in the background during the third, then a fourth; what the last two looked like."""
+    overrides = {"optim.name": optim, "optim.muon.ns_dtype": "fp32"}
+    _, weights = megatron_engine(overrides)
+    engine = zero_engine(stage, overrides, weights)
+    run(engine, range(2))
+    if dist.get_rank() == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+    sealed: list[Any] = []
+    engine.save(Path(folder), {"step": 2}, seal=sealed.append, wait=False)
+    seen = run(engine, range(2, 3))
+    assert engine.poll_save(wait=True) == Path(folder)
+    if dist.get_rank() == 0:
+        names = {str(p.relative_to(folder)) for p in Path(folder).rglob("*") if p.is_file()}
+        assert set(sealed[0]) == names, "the seal names every file"
+    return [*seen, *run(engine, range(3, 4))]
+
+
+def load_and_go_on(stage: int, folder: str, optim: str = "adamw") -> list[tuple[float, float]]:
+    """Into an engine with other weights that has stepped before: steps three and four."""
+    engine = zero_engine(stage, {"optim.name": optim, "optim.muon.ns_dtype": "fp32"})
+    run(engine, range(7, 8))
+    assert engine.load(Path(folder)) == {"step": 2}
+    return run(engine, range(2, 4))
+
+
+def failing_save(folder: str) -> str:
+    """The last rank's disk is full: what every rank says, and that nothing was sealed."""
+    engine = zero_engine(2)
+    if dist.get_rank() == dist.get_world_size() - 1:
+
+        def full(*_: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        deepspeed_saving._save = full  # type: ignore[assignment]
+    sealed: list[Any] = []
+    try:
+        engine.save(Path(folder), {}, seal=sealed.append)
+    except CheckpointError as error:
+        assert not sealed
+        return str(error)
+    return "saved"
+
+
+def megatron_steps(load: str | None, save: str | None, steps: tuple[int, int]) -> list[tuple[float, float]]:
+    """The megatron engine's data parallelism from a checkpoint, or from the start, to another."""
+    engine, _ = megatron_engine()
+    if load is not None:
+        engine.load(Path(load))
+    seen = run(engine, range(*steps))
+    if save is not None:
+        engine.save(Path(save), {"step": steps[1]})
+    return seen
+
+
+def zero_steps(stage: int, load: str, steps: tuple[int, int]) -> list[tuple[float, float]]:
+    """The DeepSpeed engine from a checkpoint on."""
+    engine = zero_engine(stage)
+    engine.load(Path(load))
+    return run(engine, range(*steps))

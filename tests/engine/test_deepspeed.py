@@ -1,0 +1,79 @@
+"""ZeRO against the megatron engine's data parallelism: losses, norms, gradients, bad steps, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel.pool import pool
+
+pytestmark = pytest.mark.ops
+CASES = "tests.engine.deepspeed_cases:"
+STAGES = [1, 2, 3]
+
+
+@pytest.fixture(autouse=True)
+def _deepspeed_is_installed() -> None:
+    pytest.importorskip("deepspeed", reason="the extra deepspeed is not installed")
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=["one rank", "two ranks"])
+def test_losses_and_norms_are_the_megatron_engines(world: int) -> None:
+    """1e-5 over three steps, 1e-4 over twenty, fp32 on gloo."""
+    for seen in pool(world).run(CASES + "compare", stages=STAGES, steps=20, timeout=200):
+        for stage, steps in seen.items():
+            assert max(steps[:3]) <= 1e-5, (stage, steps[:3])
+            assert max(steps) <= 1e-4, (stage, steps)
+
+
+def test_every_parameters_gradient_is_the_megatron_engines() -> None:
+    (seen,) = pool(1).run(CASES + "gradient_distances", stages=STAGES, timeout=100)
+    for stage, worst in seen.items():
+        assert worst[0][0] <= 1e-5, (stage, worst[:8])
+
+
+def test_per_head_muon_is_the_megatron_engines_in_every_stage() -> None:
+    overrides = {"optim.name": "muon", "optim.muon.ns_dtype": "fp32", "parallel.distributed_optimizer": False}
+    for seen in pool(2).run(CASES + "compare", stages=STAGES, steps=4, overrides=overrides, timeout=100):
+        assert all(max(steps) <= 1e-5 for steps in seen.values()), seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_recomputation_and_offload_change_nothing(stage: int) -> None:
+    """Recomputation gathers parameters inside a backward, which concerns stage 3 alone."""
+    changes: list[dict[str, Any]] = [{"train.recompute": r} for r in ("full", "selective")] if stage == 3 else []
+    plain, *others, offloaded = pool(2).run(
+        CASES + "variants", stage=stage, changes=[*changes, {"engine.offload": "cpu"}], timeout=100
+    )[0]
+    assert all(other == plain for other in others)
+    for got, want in zip(offloaded, plain):
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_cannot_be_trusted_change_nothing(stage: int, world: int) -> None:
+    """Too large a norm, or a loss that is not a number on one rank: every rank skips, and the run goes on."""
+    for seen in pool(world).run(CASES + "bad_gradients", stage=stage, timeout=100):
+        assert seen["skipped"] == [True, True] and seen["same"] and seen["went on"], seen
+        assert seen["norm"] > 0.1 and seen["loss"] != seen["loss"]
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_run_goes_on_under_other_ranks_and_another_stage(tmp_path: Path, optim: str) -> None:
+    """Saved in the background by two ranks in stage 3; read by one rank in stage 1 and by two in stage 2."""
+    folder = str(tmp_path / "saved")
+    want = pool(2).run(CASES + "save_and_go_on", stage=3, folder=folder, optim=optim, timeout=100)[0]
+    assert pool(2).run(CASES + "load_and_go_on", stage=3, folder=folder, optim=optim, timeout=100)[0] == want
+    for world, stage in ((1, 1), (2, 2)):
+        (got, *_) = pool(world).run(CASES + "load_and_go_on", stage=stage, folder=folder, optim=optim, timeout=100)
+        for one, other in zip(got, want):
+            assert one == pytest.approx(other, rel=1e-5), (world, stage)
+
+
+def test_a_save_that_one_rank_cannot_finish_fails_on_every_rank_and_seals_nothing(tmp_path: Path) -> None:
+    said = pool(2).run(CASES + "failing_save", folder=str(tmp_path), timeout=100)
+    assert len(set(said)) == 1 and "rank 1 could not write its part" in said[0] and "No space left" in said[0]
+    pool(2).close()  # its ranks have a broken writer
