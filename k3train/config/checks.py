@@ -433,6 +433,12 @@ def _check_batch(config: Config, world: int) -> None:
                     f"schedule.batch_ramp={config.schedule.batch_ramp!r}: its {name} {value} does not divide by "
                     f"train.micro_batch*data = {unit}; type a multiple of {unit}"
                 )
+            if p.virtual > 1 and value // unit % p.pipeline:
+                raise LayoutError(
+                    f"schedule.batch_ramp={config.schedule.batch_ramp!r}: the {value // unit} micro-batches of its {name} "
+                    f"must divide by parallel.pipeline={p.pipeline} with parallel.virtual={p.virtual}; type a multiple of "
+                    f"{p.pipeline * unit}"
+                )
         if start > t.global_batch:
             raise LayoutError(f"schedule.batch_ramp starts at {start}, above train.global_batch={t.global_batch}")
 

@@ -59,7 +59,7 @@ def build_decoder(
         raise WeightsError(f"{opened.origin} does not hold every routed expert in MXFP4; load it with packed=False")
     if packed is None:
         packed = device.type == "cuda" and all_packed(source)
-    model = dataclasses.replace(opened.model, backend="local")  # of any machine; replaced below
+    model = dataclasses.replace(opened.model, backend="local", mtp_layers=0)  # of any machine; replaced below
     ctx = make_context(model, layout, training_dtype(precision, device), device)
     ctx.backend = PackedBackend() if packed else InferenceBackend()
     chunks = build_chunks(ctx, chunks_of_rank(model, layout.sizes, 0, None), seed=0)

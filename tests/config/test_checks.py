@@ -42,6 +42,9 @@ LAYOUTS = {
     "deepspeed with expert": (["engine=deepspeed", "parallel.expert=2", "train.micro_batch=1"], "type engine=megatron"),
     "deepspeed with the distributed optimizer": (["engine.name=deepspeed"], "type engine=deepspeed"),
     "batch ramp that does not divide": (["parallel.data=2", "schedule.batch_ramp='4:4:10'"], "multiple of 8"),
+    "batch ramp of too few micro-batches for virtual stages": (
+        ["parallel.pipeline=2", "parallel.virtual=2", "schedule.batch_ramp='4:4:10'"], "multiple of 8",
+    ),
 }  # fmt: skip
 
 VALUES = {

@@ -10,7 +10,6 @@ from tests.parallel.compare import differences, one_process, train
 
 MTP = {"model.mtp_layers": 1, "model.mtp_loss_weight": 0.5}
 LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (2, {"tensor": 2}, {}),
     (2, {"pipeline": 2}, {}),
     (2, {"pipeline": 2, "virtual": 2}, {}),
     (2, {"context": 2}, {"train.micro_batch": 1}),

@@ -81,6 +81,7 @@ def chained(layout: Any, device: torch.device, folder: Path, short: int, long: i
     assert second[-1] < second[0] + 0.1
 
 
+@pytest.mark.ops
 def test_the_stages_chain_in_one_process(one_rank: Any, tmp_path: Path) -> None:
     chained(one_rank, torch.device("cpu"), tmp_path, 128, 512, 16)
 
