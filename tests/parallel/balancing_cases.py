@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from k3kernels import routing
 from k3train.engine import gradients
-from k3train.model import quantile_balancing
 from k3train.model.context import PackedStream
 from tests.parallel.tiny import GLOBAL, MICRO, SEED, batches, make_engine, micro_batch
 
@@ -27,13 +27,14 @@ def pooled_bias(sizes: dict[str, Any], balancing: str, tokens: int, micro_batche
     layout = engine.layout
     experts, k = engine.config.model.moe.experts, engine.config.model.moe.top_k
     generator = torch.Generator().manual_seed(11)
-    scores = torch.sigmoid(torch.randn(tokens, experts, generator=generator) + torch.linspace(-1, 1, experts))
+    logits = torch.randn(tokens, experts, generator=generator) + torch.linspace(-1, 1, experts)
     router.bias.copy_(torch.linspace(-0.1, 0.1, experts))
     holders, place = layout.token_group.size(), layout.token_group.rank()
-    for piece in scores.tensor_split(micro_batches):
+    for piece in logits.tensor_split(micro_batches):
         mine = piece.tensor_split(holders)[place]
-        chosen, r = quantile_balancing.required_bias(mine, router.bias, k)
-        router.count(chosen, r, PackedStream(torch.tensor([0, mine.shape[0]], dtype=torch.int32), mine.shape[0]))
+        _, chosen, cut, cut_expert = routing.route(mine, router.bias, k)
+        stream = PackedStream(torch.tensor([0, mine.shape[0]], dtype=torch.int32), mine.shape[0])
+        router.count(chosen, mine, cut, cut_expert, stream)
     loads = gradients.balance([nn.ModuleList([router])], layout)
     return {"load": loads[router.layer].numpy(), "bias": router.bias.numpy()}
 

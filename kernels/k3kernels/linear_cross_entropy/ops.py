@@ -217,7 +217,7 @@ def _scaled(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     square = weights.square().sum()
     factor = torch.where(square > 0, (grad * weights).sum() / square, 0.0)
     proportional = ((grad - factor * weights).abs() <= 1e-4 * grad.abs().amax() if grad.numel() else square >= 0).all()
-    if not grad.is_cuda and not proportional:
+    if not grad.is_cuda and not proportional and factor.isfinite():  # a loss that is NaN has gradients that are
         raise ValueError("token_weights: the loss is not (losses * token_weights).sum() times a number; leave them out")
     factor = factor.where(proportional, float("nan"))
     return tuple(None if t is None else t.mul_(factor) for t in found)
