@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from k3train.model.backend.grouped import GroupedLinear
+from k3kernels.norm import layer_rms_norm
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and x.dtype == self.weight.dtype:
+            return layer_rms_norm(x, self.weight, eps=self.eps)
         x32 = x.float()
         return self.weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 

@@ -139,13 +139,13 @@ class _Pending:
         self.sums: Tensor | None = None  # [n, T, d] of full groups
 
     def slot(self, bank: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Where the next mix leaves its g [T, d] and its numbers fp32 [3, n, T]."""
+        """Where the next mix leaves its g [T, d] and its numbers fp32 [T, n, 3]."""
         if len(self.keys) == GROUP:
             self.sums = self._collect(bank, [None] * len(bank))
         if self.g is None or self.numbers is None:
             size, (rows, width) = max(1, min(GROUP, self.expected)), bank[0].shape
             self.g = torch.empty(size, rows, width, dtype=bank[0].dtype, device=bank[0].device)
-            self.numbers = torch.empty(size, 3, len(bank), rows, dtype=torch.float32, device=bank[0].device)
+            self.numbers = torch.empty(size, rows, len(bank), 3, dtype=torch.float32, device=bank[0].device)
         if len(self.keys) == self.g.shape[0]:  # more mixes ran backward than forward: a graph was walked twice
             self.sums = self._collect(bank, [None] * len(bank))
         return self.g[len(self.keys)], self.numbers[len(self.keys)]
@@ -154,7 +154,7 @@ class _Pending:
     def scratch(bank: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The same for sources that need no gradient."""
         first = bank[0]
-        return torch.empty_like(first), first.new_empty(3, len(bank), first.shape[0], dtype=torch.float32)
+        return torch.empty_like(first), first.new_empty(first.shape[0], len(bank), 3, dtype=torch.float32)
 
     def _collect(self, bank: tuple[Tensor, ...], arrived: list[Tensor | None]) -> Tensor:
         from k3kernels.attention_residuals.triton_mix import collect_triton
@@ -216,9 +216,8 @@ class _Mix(torch.autograd.Function):
         if pending.backend == "triton":
             from k3kernels.attention_residuals.triton_mix import forward_triton
 
-            read = (() if state is not None else bank) + (() if partial is None else (partial,))
-            read = tuple(v.contiguous() for v in read)
-            x, lse = forward_triton(read, key, eps, output_weight, output_eps, state)
+            given = tuple(v.contiguous() for v in bank), None if partial is None else partial.contiguous()
+            x, lse = forward_triton(*given, key, eps, output_weight, output_eps, state)
         else:
             read = bank if partial is None else (*bank, partial)
             x, lse = reference.forward_torch(read, key, eps, output_weight, output_eps)
