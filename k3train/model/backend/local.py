@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from k3train.model.backend.grouped import GroupedLinear
 from k3kernels.norm import layer_rms_norm
+from k3train.model.backend.grouped import GroupedLinear
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
 
 if TYPE_CHECKING:
