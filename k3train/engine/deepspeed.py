@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from k3train.config.activations import policies
 from k3train.config.schema import Config
 from k3train.engine import deepspeed_state, gradients
 from k3train.engine.base import Batch, StepResult
@@ -91,7 +92,9 @@ class DeepSpeedEngine:
         self.config, self.layout, self.device = config, layout, device
         self.stage = config.engine.zero_stage
         dtype = training_dtype(config.train.precision, device)
-        self.ctx = make_context(config.model, layout, dtype, device, recompute=config.train.recompute)
+        self.ctx = make_context(
+            config.model, layout, dtype, device, recompute=config.train.recompute, activations=policies(config.train)
+        )
         chunks = chunks_of_rank(config.model, layout.sizes, 0, None)
         self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)
         self.model = self.models[0]

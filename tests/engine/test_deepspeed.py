@@ -43,7 +43,8 @@ def test_per_head_muon_is_the_megatron_engines_in_every_stage() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_recomputation_and_offload_change_nothing(stage: int) -> None:
     """Recomputation gathers parameters inside a backward, which concerns stage 3 alone."""
-    changes: list[dict[str, Any]] = [{"train.recompute": r} for r in ("full", "selective")] if stage == 3 else []
+    recomputed = [{"train.recompute": "full"}, {"train.recompute": "full", "train.activations.layer_inputs": "offload"}]
+    changes: list[dict[str, Any]] = [*recomputed, {"train.recompute": "selective"}] if stage == 3 else []
     plain, *others, offloaded = pool(2).run(
         CASES + "variants", stage=stage, changes=[*changes, {"engine.offload": "cpu"}], timeout=100
     )[0]
