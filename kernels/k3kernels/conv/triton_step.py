@@ -1,64 +1,55 @@
-"""The convolution's decoding step on a GPU: one launch reads the new inputs and the state once, and writes both back."""
+"""The decode step of three short convolutions on a GPU, in one launch."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.conv.triton_conv import _sigmoid, _tap
-
-CHANNELS = 512
+from k3kernels.conv.step import Three
 
 
 @triton.jit
-def _slot(state_at, s_sw, inside, lag: tl.constexpr, W: tl.constexpr):
-    """The input `lag` tokens before the first new one; zero beyond the width."""
-    x = tl.zeros([inside.shape[0]], tl.float32)
-    if lag < W:
-        x = tl.load(state_at + (W - 1 - lag) * s_sw, mask=inside, other=0.0).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _keep(state_at, s_sw, inside, x, lag: tl.constexpr, W: tl.constexpr):
-    if lag < W:
-        tl.store(state_at + (W - 1 - lag) * s_sw, x.to(state_at.dtype.element_ty), mask=inside)
+def _one(x_ptr, w_ptr, s_ptr, y_ptr, C, x_sb, W: tl.constexpr, BC: tl.constexpr):
+    batch = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = channel < C
+    x = tl.load(x_ptr + batch * x_sb + channel, mask=inside, other=0.0)
+    total = x.to(tl.float32) * tl.load(w_ptr + channel * W + W - 1, mask=inside, other=0.0).to(tl.float32)
+    at = s_ptr + (batch * C + channel) * (W - 1)
+    for tap in tl.static_range(W - 1):
+        before = tl.load(at + tap, mask=inside, other=0.0)
+        total += before.to(tl.float32) * tl.load(w_ptr + channel * W + tap, mask=inside, other=0.0).to(tl.float32)
+        if tap > 0:
+            tl.store(at + tap - 1, before, mask=inside)
+    tl.store(at + W - 2, x, mask=inside)
+    y = total / (1.0 + tl.exp(-total))
+    tl.store(y_ptr + batch * C + channel, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def step_kernel(
-    x_ptr, weight_ptr, state_ptr, y_ptr, T, C, x_sb, x_st, s_sb, s_sc, s_sw, W: tl.constexpr, BC: tl.constexpr
+    q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, wv_ptr, sq_ptr, sk_ptr, sv_ptr, y_ptr, C, q_sb, k_sb, v_sb, y_s,
+    W: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, channel blocks). x [B, T, C] with unit stride over C, y contiguous, state [B, C, W-1] with any strides."""
-    batch = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = channel < C
-    tap0, tap1 = _tap(weight_ptr, channel, inside, 0, W), _tap(weight_ptr, channel, inside, 1, W)
-    tap2, tap3 = _tap(weight_ptr, channel, inside, 2, W), _tap(weight_ptr, channel, inside, 3, W)
-    state_at = state_ptr + batch * s_sb + channel.to(tl.int64) * s_sc
-    p1, p2 = _slot(state_at, s_sw, inside, 1, W), _slot(state_at, s_sw, inside, 2, W)
-    p3 = _slot(state_at, s_sw, inside, 3, W)
-    for t in range(T):
-        x = tl.load(x_ptr + batch * x_sb + t * x_st + channel, mask=inside, other=0.0).to(tl.float32)
-        acc = tap0 * x + tap1 * p1 + tap2 * p2 + tap3 * p3
-        tl.store(y_ptr + (batch * T + t) * C + channel, (acc * _sigmoid(acc)).to(y_ptr.dtype.element_ty), mask=inside)
-        p3 = p2
-        p2 = p1
-        p1 = x
-    _keep(state_at, s_sw, inside, p1, 1, W)
-    _keep(state_at, s_sw, inside, p2, 2, W)
-    _keep(state_at, s_sw, inside, p3, 3, W)
+    """Grid (B, ceil(C / BC), 3). States [B, C, W-1], y [3, B, C], both contiguous."""
+    if tl.program_id(2) == 0:
+        _one(q_ptr, wq_ptr, sq_ptr, y_ptr, C, q_sb, W, BC)
+    elif tl.program_id(2) == 1:
+        _one(k_ptr, wk_ptr, sk_ptr, y_ptr + y_s, C, k_sb, W, BC)
+    else:
+        _one(v_ptr, wv_ptr, sv_ptr, y_ptr + 2 * y_s, C, v_sb, W, BC)
 
 
-def short_convolution_step_triton(x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
-    """`k3kernels.conv.short_convolution_step` on Triton; arguments already checked."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    B, T, C = x.shape
-    y = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
-    if y.numel():
-        BC = min(CHANNELS, triton.next_power_of_2(C))
-        step_kernel[(B, triton.cdiv(C, BC))](
-            x, weight.contiguous(), state, y, T, C, x.stride(0), x.stride(1), *state.stride(), W=weight.shape[1], BC=BC,
-            num_warps=4,
-        )  # fmt: skip
-    return y
+def step_qkv_triton(xs: Three, weights: Three, states: Three) -> Three:
+    """`k3kernels.conv.step.short_convolution_step_qkv` on Triton; arguments already checked."""
+    if any(s.dtype != xs[0].dtype or not s.is_contiguous() for s in states):
+        raise ValueError("states: Triton needs contiguous states in the dtype of xs")
+    xs = tuple(x if x.stride(1) == 1 else x.contiguous() for x in xs)  # type: ignore[assignment]
+    weights = tuple(w.contiguous() for w in weights)  # type: ignore[assignment]
+    B, C = xs[0].shape
+    y: Tensor = torch.empty(3, B, C, dtype=xs[0].dtype, device=xs[0].device)
+    step_kernel[(B, triton.cdiv(C, 256), 3)](
+        *xs, *weights, *states, y, C, xs[0].stride(0), xs[1].stride(0), xs[2].stride(0), B * C,
+        W=weights[0].shape[1], BC=256, num_warps=4,
+    )  # fmt: skip
+    return y[0], y[1], y[2]
