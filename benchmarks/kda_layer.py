@@ -64,7 +64,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/kda_layer.py: needs a CUDA device")
     bandwidth, _ = ceilings()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; copy {bandwidth:.0f} GB/s")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; copy {bandwidth:.0f} GB/s"
+    )
     print(f"{'what':44} {'device':>8} {'floor':>8} {'ratio':>6} {'eager':>8} {'host':>8}   (us)")
 
     def row(what: str, call: Callable[[], Any], moved: int) -> None:
@@ -80,7 +82,9 @@ def main() -> None:
     channels = 96 * 128
     x, w = normal(64, 1, channels), normal(channels, 4, dtype=torch.float32)
     state = normal(64, channels, 3)
-    row("convolution step, batch 64, 96 heads", lambda: short_convolution_step(x, w, state), (2 * 3 + 2) * 2 * x.numel())
+    row(
+        "convolution step, batch 64, 96 heads", lambda: short_convolution_step(x, w, state), (2 * 3 + 2) * 2 * x.numel()
+    )
     for tokens, heads in ((8192, 96), (16384, 16)):
         forward, both, size = convolution(tokens, heads * 128)
         row(f"convolution q k v, {tokens} x {heads}, forward", forward, 2 * size)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from k3kernels.checks import check_qkv, check_same_device, check_tensor
 from k3kernels.delta_rule.naive import delta_rule_naive
-from k3kernels.kda.chunk_torch import L2Normalize, chunked_recurrence
+from k3kernels.kda.chunk_torch import chunked_delta
 from k3kernels.kda.naive import compute_dtype
 from k3kernels.kda.ops import kda, pick_backend
 
@@ -62,15 +62,9 @@ def delta_rule(
         )  # fmt: skip
     else:
         dtype = compute_dtype(q, k, v, beta, initial_state)
-        o, final = chunked_recurrence(
-            L2Normalize.apply(q.to(dtype)),
-            L2Normalize.apply(k.to(dtype)),
-            v.to(dtype),
-            q.new_zeros(1, 1, 1, 1, dtype=dtype).expand(B, T, HV, K),
-            torch.sigmoid(beta.to(dtype)),
-            scale=scale,
+        g = q.new_zeros(1, 1, 1, 1, dtype=dtype).expand(B, T, HV, K)
+        o, final = chunked_delta(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
             bound=-5.0,  # any bound holds for gates of zero, and a bound allows whole tiles
-            initial_state=None if initial_state is None else initial_state.to(dtype),
-            cu_seqlens=cu_seqlens,
-        )
-    return o.to(v.dtype), final if output_final_state else None
+        )  # fmt: skip
+    return o, final if output_final_state else None

@@ -1,11 +1,10 @@
 """The public entry of the gated delta rule; the chunked form is KDA's with one gate for all channels of a head."""
 
-import torch
 from torch import Tensor
 
 from k3kernels.checks import check_bound, check_qkv, check_same_device, check_tensor
 from k3kernels.gated_delta.naive import gated_delta_naive, scalar_log_decay
-from k3kernels.kda.chunk_torch import L2Normalize, chunked_recurrence
+from k3kernels.kda.chunk_torch import chunked_delta
 from k3kernels.kda.naive import compute_dtype
 from k3kernels.kda.ops import kda, pick_backend
 
@@ -74,15 +73,8 @@ def gated_delta(
     else:
         dtype = compute_dtype(q, k, v, z, beta, A_log, dt_bias, initial_state)
         g = scalar_log_decay(z.to(dtype), A_log.to(dtype), dt_bias.to(dtype), bound)
-        o, final = chunked_recurrence(
-            L2Normalize.apply(q.to(dtype)),
-            L2Normalize.apply(k.to(dtype)),
-            v.to(dtype),
-            g.unsqueeze(-1).expand(B, T, HV, K),
-            torch.sigmoid(beta.to(dtype)),
-            scale=scale,
-            bound=bound,
-            initial_state=None if initial_state is None else initial_state.to(dtype),
+        o, final = chunked_delta(
+            q, k, v, g.unsqueeze(-1).expand(B, T, HV, K), beta, scale=scale, bound=bound, initial_state=initial_state,
             cu_seqlens=cu_seqlens,
-        )
-    return o.to(v.dtype), final if output_final_state else None
+        )  # fmt: skip
+    return o, final if output_final_state else None

@@ -106,6 +106,35 @@ def chunked_recurrence(
     return o.view(B, T, HV, V), final
 
 
+def chunked_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    bound: float | None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`chunked_recurrence` on raw q, k (normalised here), v and beta logits; g [B, T, HV, K] gives the dtype to compute in."""
+    o, final = chunked_recurrence(
+        L2Normalize.apply(q.to(g.dtype)),
+        L2Normalize.apply(k.to(g.dtype)),
+        v.to(g.dtype),
+        g,
+        torch.sigmoid(beta.to(g.dtype)),
+        scale=scale,
+        bound=bound,
+        initial_state=None if initial_state is None else initial_state.to(g.dtype),
+        cu_seqlens=cu_seqlens,
+        chunk=chunk,
+    )
+    return o.to(v.dtype), final
+
+
 def kda_torch(
     q: Tensor,
     k: Tensor,
@@ -124,18 +153,8 @@ def kda_torch(
 ) -> tuple[Tensor, Tensor | None]:
     """The whole op by chunks; arguments as in `k3kernels.kda.kda`, already checked."""
     dtype = compute_dtype(q, k, v, z, beta, A_log, dt_bias, initial_state)
-    q_, k_, v_, z_, beta_, A_, bias_ = (x.to(dtype) for x in (q, k, v, z, beta, A_log, dt_bias))
-    g = activate_gate(z_.flatten(0, 1), A_, bias_, bound).view(z.shape)
-    o, final = chunked_recurrence(
-        L2Normalize.apply(q_),
-        L2Normalize.apply(k_),
-        v_,
-        g,
-        torch.sigmoid(beta_),
-        scale=scale,
-        bound=bound,
-        initial_state=None if initial_state is None else initial_state.to(dtype),
-        cu_seqlens=cu_seqlens,
-        chunk=chunk,
+    g = activate_gate(z.to(dtype).flatten(0, 1), A_log.to(dtype), dt_bias.to(dtype), bound).view(z.shape)
+    o, final = chunked_delta(
+        q, k, v, g, beta, scale=scale, bound=bound, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk=chunk
     )
-    return o.to(v.dtype), final if output_final_state else None
+    return o, final if output_final_state else None

@@ -49,7 +49,8 @@ def naive_recurrence(
 
     S <- diag(e^g) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = scale S^T q
 
-    Shapes: q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV,K]; beta [B,T,HV]. Returns o [B,T,HV,V], final state [N,HV,K,V].
+    Shapes: q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV,K], or [B,T,HV,1] for one decay a head; beta [B,T,HV]. Returns
+    o [B,T,HV,V], final state [N,HV,K,V].
     """
     if cu_seqlens is not None:
         outputs, states = [], []
