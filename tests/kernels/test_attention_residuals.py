@@ -102,7 +102,7 @@ def test_two_phases_give_the_bits_of_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, two))
 
 
-def test_a_block_keeps_its_inputs_and_one_number_a_token() -> None:
+def test_a_block_keeps_its_inputs_and_few_numbers_a_token() -> None:
     sources = [random(6, 32, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)]
     partial = random(6, 32, seed=9, dtype=torch.float32).requires_grad_()
     vectors = [random(32, seed=20 + i, dtype=torch.float32).requires_grad_() for i in range(3)]
@@ -118,7 +118,8 @@ def test_a_block_keeps_its_inputs_and_one_number_a_token() -> None:
         block = DepthBlock(sources, backend="triton")
         for _ in range(4):
             x, partial = block.mix(partial, vectors[0], vectors[1], output_weight=vectors[2])  # type: ignore[assignment]
-    assert sorted(kept.values()) == [6] * 4
+    scores, denominators = 6 * (3 + 1) * 2, 6
+    assert sorted(kept.values()) == [denominators] * 4 + [scores] * 4
 
 
 def test_a_mix_can_be_taken_without_gradients_and_without_those_of_the_sources() -> None:

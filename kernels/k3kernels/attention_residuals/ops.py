@@ -52,7 +52,7 @@ class DepthBlock:
 
     `sources` are the given tensors again: whoever reads them after this block must read these, since their gradients
     are added up inside its backward pass. The mixes' own gradients (eight at a time) live from their backward until
-    the block's; forward keeps nothing but its inputs and one fp32 number a token.
+    the block's; forward keeps nothing but its inputs and, for each mix, fp32 numbers a token: 2 (n + 1) + 1 with Triton.
     """
 
     def __init__(self, sources: Sequence[Tensor], *, eps: float = 1e-5, backend: str = "auto") -> None:
@@ -80,7 +80,7 @@ class DepthBlock:
         self.sources: tuple[Tensor, ...] = tuple(sources)
         if backend != "naive" and torch.is_grad_enabled() and any(v.requires_grad for v in sources):
             self.sources = _Open.apply(self._pending, *sources)
-        self._states: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
 
     def prepare(self, queries: Sequence[Tensor], norm_weights: Sequence[Tensor]) -> None:
         """The first phase of the mixes with these queries (and a running sum), in one pass over the sources.
@@ -93,8 +93,8 @@ class DepthBlock:
 
         with torch.no_grad():
             keys = torch.stack([q.float() * w.float() for q, w in zip(queries, norm_weights)])
-            acc, top, total = first_phase(tuple(v.detach().contiguous() for v in self.sources), keys, self.eps)
-        self._states = {id(q): (acc[i], top[i], total[i]) for i, q in enumerate(queries)}
+            parts = first_phase(tuple(v.detach().contiguous() for v in self.sources), keys, self.eps)
+        self._states = {id(q): tuple(t[i] for t in parts) for i, q in enumerate(queries)}
 
     def mix(
         self, partial: Tensor | None, query: Tensor, norm_weight: Tensor, *, output_weight: Tensor | None = None,
@@ -208,7 +208,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pending: _Pending, state: tuple[Tensor, Tensor, Tensor] | None, eps: float, output_eps: float,
+        ctx: Any, pending: _Pending, state: tuple[Tensor, ...] | None, eps: float, output_eps: float,
         query: Tensor, norm_weight: Tensor, output_weight: Tensor | None, partial: Tensor | None, *bank: Tensor,
     ) -> Any:  # fmt: skip
         dtype = reference.precision(bank[0].dtype)
@@ -217,47 +217,49 @@ class _Mix(torch.autograd.Function):
             from k3kernels.attention_residuals.triton_mix import forward_triton
 
             given = tuple(v.contiguous() for v in bank), None if partial is None else partial.contiguous()
-            x, lse = forward_triton(*given, key, eps, output_weight, output_eps, state)
+            x, *numbers = forward_triton(*given, key, eps, output_weight, output_eps, state)
         else:
             read = bank if partial is None else (*bank, partial)
-            x, lse = reference.forward_torch(read, key, eps, output_weight, output_eps)
+            x, *numbers = reference.forward_torch(read, key, eps, output_weight, output_eps)
         if torch._C._current_graph_task_id() == -1:  # a forward that is computed again inside a backward runs none
             pending.expected += 1
         ctx.set_materialize_grads(False)
         ctx.pending, ctx.eps, ctx.output_eps = pending, eps, output_eps
         ctx.normed, ctx.has_partial = output_weight is not None, partial is not None
+        ctx.numbers = len(numbers)
         extra = [t for t in (output_weight, partial) if t is not None]
-        ctx.save_for_backward(query, norm_weight, lse, *extra, *bank)
+        ctx.save_for_backward(query, norm_weight, *numbers, *extra, *bank)
         return x if partial is None else (x, partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_partial: Tensor | None = None) -> tuple[Any, ...]:
-        query, norm_weight, lse, *rest = ctx.saved_tensors
+        query, norm_weight, *rest = ctx.saved_tensors
+        numbers, rest = rest[: ctx.numbers], rest[ctx.numbers :]
         output_weight = rest.pop(0) if ctx.normed else None
-        partial = rest.pop(0) if ctx.has_partial else None
+        partial = rest.pop(0).contiguous() if ctx.has_partial else None
         bank, pending = tuple(v.contiguous() for v in rest), ctx.pending
         if grad is None:
             return (*[None] * 7, grad_partial, *[None] * len(bank))
-        key = query.to(reference.precision(grad.dtype)) * norm_weight.to(reference.precision(grad.dtype))
-        given = (partial, key, ctx.eps, output_weight, ctx.output_eps, lse, grad.contiguous(), grad_partial)
+        dtype = reference.precision(grad.dtype)
+        key = query.to(dtype) * norm_weight.to(dtype)
+        grad, grad_partial = grad.contiguous(), None if grad_partial is None else grad_partial.contiguous()
+        waits = any(ctx.needs_input_grad[8:])
         if pending.backend == "triton":
             from k3kernels.attention_residuals.triton_mix import backward_triton
 
-            given = (
-                None if partial is None else partial.contiguous(), *given[1:-1],
-                None if grad_partial is None else grad_partial.contiguous(),
-            )  # fmt: skip
-            waits = any(ctx.needs_input_grad[8:])
-            g, numbers = pending.slot(bank) if waits else pending.scratch(bank)
-            own, grad_key, grad_output = backward_triton(bank, *given, g, numbers)
-            if waits:
-                pending.keys.append(key)
+            places = pending.slot(bank) if waits else pending.scratch(bank)
+            own, grad_key, grad_output = backward_triton(
+                bank, partial, key, output_weight, ctx.output_eps, *numbers, grad, grad_partial, *places
+            )
         else:
-            found = reference.backward_torch(bank, *given)
+            found = reference.backward_torch(
+                bank, partial, key, ctx.eps, output_weight, ctx.output_eps, *numbers, grad, grad_partial
+            )
             own, grad_key, grad_output = found["partial"], found["key"], found["output_weight"]
-            if any(ctx.needs_input_grad[8:]):
+            if waits:
                 pending.mixes.append(found)
-                pending.keys.append(key)
+        if waits:
+            pending.keys.append(key)
         grad_query = (grad_key * norm_weight.to(grad_key.dtype)).to(query.dtype)
         grad_norm = (grad_key * query.to(grad_key.dtype)).to(norm_weight.dtype)
         if output_weight is not None and grad_output is not None:

@@ -62,11 +62,12 @@ def _sums(t, K: tl.constexpr):
 
 @triton.jit
 def first_phase_kernel(
-    sources, keys_ptr, state_ptr, top_ptr, sum_ptr, rows, queries, eps,
+    sources, keys_ptr, state_ptr, top_ptr, sum_ptr, scores_ptr, rows, queries, eps,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). sources: N of [rows, D]; keys fp32 [queries, D] -> state fp32 [queries, rows, D], the
-    sum of sources weighted by exp(score - top), and top, sum fp32 [queries, rows]."""
+    sum of sources weighted by exp(score - top), top, sum fp32 [queries, rows], and all but the last of scores fp32
+    [queries, rows, N + 1, 2]: score and 1 / rms."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     inside = column < D
@@ -84,16 +85,20 @@ def first_phase_kernel(
         for j in tl.static_range(N):
             products = products + (vs[j].to(tl.float32) * key,)
         dots = _sums(products, N)
-        top = dots[0] / tl.sqrt(norms[0] / D + eps)
-        for j in tl.static_range(1, N):
-            top = tl.maximum(top, dots[j] / tl.sqrt(norms[j] / D + eps))
+        offset = tl.cast(q, tl.int64) * rows
+        place = scores_ptr + (offset + row) * (2 * N + 2)
+        top = dots[0] * (1.0 / tl.sqrt(norms[0] / D + eps))
+        for j in tl.static_range(N):
+            r = 1.0 / tl.sqrt(norms[j] / D + eps)
+            tl.store(place + 2 * j, dots[j] * r)
+            tl.store(place + 2 * j + 1, r)
+            top = tl.maximum(top, dots[j] * r)
         acc = tl.zeros([BD], tl.float32)
         total = tl.zeros([], tl.float32)
         for j in tl.static_range(N):
-            weight = tl.exp(dots[j] / tl.sqrt(norms[j] / D + eps) - top)
+            weight = tl.exp(dots[j] * (1.0 / tl.sqrt(norms[j] / D + eps)) - top)
             acc += weight * vs[j].to(tl.float32)
             total += weight
-        offset = tl.cast(q, tl.int64) * rows
         tl.store(state_ptr + offset * D + at, acc, mask=inside)
         tl.store(top_ptr + offset + row, top)
         tl.store(sum_ptr + offset + row, total)
@@ -101,12 +106,12 @@ def first_phase_kernel(
 
 @triton.jit
 def forward_kernel(
-    bank, partial_ptr, key_ptr, state_ptr, top_ptr, sum_ptr, norm_ptr, out_ptr, lse_ptr, rows, eps, norm_eps,
+    bank, partial_ptr, key_ptr, state_ptr, top_ptr, sum_ptr, norm_ptr, out_ptr, scores_ptr, lse_ptr, rows, eps, norm_eps,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PARTIAL: tl.constexpr, RESUME: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). bank: N of [rows, D], and one more with PARTIAL; key fp32 [D]; out [rows, D]; lse fp32
-    [rows]. RESUME: the bank's part comes from `first_phase_kernel`."""
+    [rows]; scores fp32 [rows, N + PARTIAL, 2]. RESUME: the bank's part comes from `first_phase_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     inside = column < D
@@ -121,23 +126,30 @@ def forward_kernel(
             v = tl.load(partial_ptr + at, mask=inside, other=0.0).to(tl.float32)
         terms = terms + (v * v, v * key)
     sums = _sums(terms, 2 * (M + PARTIAL))
+    place = scores_ptr + row * (2 * (N + PARTIAL))
     if RESUME:
         acc = tl.load(state_ptr + at, mask=inside, other=0.0)
         top = tl.load(top_ptr + row)
         total = tl.load(sum_ptr + row)
     else:
-        top = sums[1] / tl.sqrt(sums[0] / D + eps)
-        for j in tl.static_range(1, M):
-            top = tl.maximum(top, sums[2 * j + 1] / tl.sqrt(sums[2 * j] / D + eps))
+        top = sums[1] * (1.0 / tl.sqrt(sums[0] / D + eps))
+        for j in tl.static_range(M):
+            r = 1.0 / tl.sqrt(sums[2 * j] / D + eps)
+            tl.store(place + 2 * j, sums[2 * j + 1] * r)
+            tl.store(place + 2 * j + 1, r)
+            top = tl.maximum(top, sums[2 * j + 1] * r)
         acc = tl.zeros([BD], tl.float32)
         total = tl.zeros([], tl.float32)
         for j in tl.static_range(M):
-            weight = tl.exp(sums[2 * j + 1] / tl.sqrt(sums[2 * j] / D + eps) - top)
+            weight = tl.exp(sums[2 * j + 1] * (1.0 / tl.sqrt(sums[2 * j] / D + eps)) - top)
             v = tl.load(bank[j] + at, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
             acc += weight * v
             total += weight
     if PARTIAL:  # joins last and apart, so that both ways round alike
-        score = sums[2 * M + 1] / tl.sqrt(sums[2 * M] / D + eps)
+        r = 1.0 / tl.sqrt(sums[2 * M] / D + eps)
+        score = sums[2 * M + 1] * r
+        tl.store(place + 2 * N, score)
+        tl.store(place + 2 * N + 1, r)
         higher = tl.maximum(top, score)
         keep = tl.exp(top - higher)
         weight = tl.exp(score - higher)
@@ -157,8 +169,8 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    bank, partial_ptr, key_ptr, norm_ptr, lse_ptr, grad_ptr, grad_partial_ptr, out_partial_ptr, g_ptr, numbers_ptr,
-    grad_key_ptr, grad_norm_ptr, rows, eps, norm_eps,
+    bank, partial_ptr, key_ptr, norm_ptr, scores_ptr, lse_ptr, grad_ptr, grad_partial_ptr, out_partial_ptr, g_ptr, numbers_ptr,
+    grad_key_ptr, grad_norm_ptr, rows, norm_eps,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
@@ -179,23 +191,16 @@ def backward_kernel(
         at = row * D + column
         lse = tl.load(lse_ptr + row)
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        terms = ()
+        if ADD:
+            later = tl.load(grad_partial_ptr + at, mask=inside, other=0.0)
+        mixed = tl.zeros([BD], tl.float32)
+        given = scores_ptr + row * (2 * S)
         for j in tl.static_range(S):
+            weight = tl.exp(tl.load(given + 2 * j) - lse)
             if j < N:
                 v = tl.load(bank[j] + at, mask=inside, other=0.0).to(tl.float32)
             else:
                 v = tl.load(partial_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            terms = terms + (v * v, v * key)
-        if ADD:
-            later = tl.load(grad_partial_ptr + at, mask=inside, other=0.0)
-        sums = _sums(terms, 2 * S)
-        mixed = tl.zeros([BD], tl.float32)
-        for j in tl.static_range(S):
-            weight = tl.exp(sums[2 * j + 1] / tl.sqrt(sums[2 * j] / D + eps) - lse)
-            if j < N:
-                v = tl.load(bank[j] + at, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
-            else:
-                v = tl.load(partial_ptr + at, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
             mixed += weight * v
         if NORM:
             x = mixed.to(kind).to(tl.float32)
@@ -212,20 +217,20 @@ def backward_kernel(
         products = (g * mixed,)
         for j in tl.static_range(S):
             if j < N:
-                v = tl.load(bank[j] + at, mask=inside, other=0.0).to(tl.float32)
-            else:
-                v = tl.load(partial_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            products = products + (g * v,)
-        inner = _sums(products, S + 1)
-        for j in tl.static_range(S):
-            r = 1.0 / tl.sqrt(sums[2 * j] / D + eps)
-            weight = tl.exp(sums[2 * j + 1] / tl.sqrt(sums[2 * j] / D + eps) - lse)
-            slope = weight * (inner[j + 1] - inner[0]) * r
-            pull = slope * sums[2 * j + 1] * r * r / D
-            if j < N:
                 v = tl.load(bank[j] + at, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
             else:
                 v = tl.load(partial_ptr + at, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
+            products = products + (g * v,)
+        inner = _sums(products, S + 1)
+        for j in tl.static_range(S):
+            score, r = tl.load(given + 2 * j), tl.load(given + 2 * j + 1)
+            weight = tl.exp(score - lse)
+            slope = weight * (inner[j + 1] - inner[0]) * r
+            pull = slope * score * r / D  # score = (v . key) r with dr/dv = -r^3 v / D
+            if j < N:
+                v = tl.load(bank[j] + at, mask=inside, other=0.0).to(tl.float32)
+            else:
+                v = tl.load(partial_ptr + at, mask=inside, other=0.0).to(tl.float32)
             grad_key += slope * v
             if j < N:
                 place = numbers_ptr + row * (3 * N) + 3 * j
@@ -290,42 +295,45 @@ def _tile(width: int) -> tuple[int, int]:
 
 def forward_triton(
     bank: tuple[Tensor, ...], partial: Tensor | None, key: Tensor, eps: float, output_weight: Tensor | None,
-    output_eps: float, state: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """bank n of [T, d], partial [T, d] -> (normed) mix [T, d], lse fp32 [T]. state: what `first_phase` left of this
-    query, with a partial only."""
+    output_eps: float, state: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """bank n of [T, d], partial [T, d] -> (normed) mix [T, d], scores and 1 / rms of the sources fp32 [T, n, 2] (n + 1
+    with a partial), lse fp32 [T]. state: what `first_phase` left of this query, with a partial only."""
     rows, width = bank[0].shape
     out = torch.empty_like(bank[0])
     lse = torch.empty(rows, dtype=torch.float32, device=out.device)
+    scores = lse.new_empty(rows, len(bank) + (partial is not None), 2)
+    acc, top, total, scores = (out, lse, lse, scores) if state is None else state
     if rows:
         BD, warps = _tile(width)
-        acc, top, total = (out, lse, lse) if state is None else state
         forward_kernel[(rows,)](
             bank, out if partial is None else partial, key, acc, top, total,
-            key if output_weight is None else output_weight, out, lse, rows, eps, output_eps, N=len(bank), D=width,
+            key if output_weight is None else output_weight, out, scores, lse, rows, eps, output_eps, N=len(bank), D=width,
             BD=BD, PARTIAL=int(partial is not None), RESUME=state is not None, NORM=output_weight is not None,
             num_warps=warps,
         )  # fmt: skip
-    return out, lse
+    return out, scores, lse
 
 
-def first_phase(sources: tuple[Tensor, ...], keys: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The sources' part of the mixes of all keys [M, d]: fp32 sums [M, T, d], highest scores and denominators [M, T]."""
+def first_phase(sources: tuple[Tensor, ...], keys: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """The sources' part of the mixes of all keys [M, d]: fp32 sums [M, T, d], highest scores and denominators [M, T],
+    and scores [M, T, n + 1, 2] whose last is still to come."""
     rows, width = sources[0].shape
     acc = torch.empty(keys.shape[0], rows, width, dtype=torch.float32, device=keys.device)
     top, total = torch.empty(2, keys.shape[0], rows, dtype=torch.float32, device=keys.device)
+    scores = acc.new_empty(keys.shape[0], rows, len(sources) + 1, 2)
     if rows:
         BD, warps = _tile(width)
         first_phase_kernel[(rows,)](
-            sources, keys, acc, top, total, rows, keys.shape[0], eps, N=len(sources), D=width, BD=BD,
+            sources, keys, acc, top, total, scores, rows, keys.shape[0], eps, N=len(sources), D=width, BD=BD,
             num_warps=warps,
         )  # fmt: skip
-    return acc, top, total
+    return acc, top, total, scores
 
 
 def backward_triton(
-    bank: tuple[Tensor, ...], partial: Tensor | None, key: Tensor, eps: float, output_weight: Tensor | None,
-    output_eps: float, lse: Tensor, grad: Tensor, grad_partial: Tensor | None, g: Tensor, numbers: Tensor,
+    bank: tuple[Tensor, ...], partial: Tensor | None, key: Tensor, output_weight: Tensor | None,
+    output_eps: float, scores: Tensor, lse: Tensor, grad: Tensor, grad_partial: Tensor | None, g: Tensor, numbers: Tensor,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Fills g [T, d] and numbers fp32 [T, n, 3]; returns the gradients of partial, key and output_weight (fp32)."""
     rows, width = grad.shape
@@ -336,9 +344,9 @@ def backward_triton(
     sums = torch.empty(1 + normed, programs, width, dtype=torch.float32, device=grad.device)
     if rows:
         backward_kernel[(programs,)](
-            bank, grad if partial is None else partial, key, key if output_weight is None else output_weight, lse,
+            bank, grad if partial is None else partial, key, key if output_weight is None else output_weight, scores, lse,
             grad, grad if grad_partial is None else grad_partial, grad if own is None else own, g, numbers, sums[0],
-            sums[-1], rows, eps, output_eps, N=len(bank), D=width, BD=BD, PARTIAL=int(partial is not None),
+            sums[-1], rows, output_eps, N=len(bank), D=width, BD=BD, PARTIAL=int(partial is not None),
             ADD=grad_partial is not None, NORM=normed, num_warps=warps,
         )  # fmt: skip
     totals = sums.sum(1)
