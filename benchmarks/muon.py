@@ -30,6 +30,7 @@ from k3train.config.compose import compose
 from k3train.config.schema import MuonConfig
 from k3train.model.build import build_meta
 from k3train.parallel import layout as layouts
+from k3train.train import optimizer as optimizers
 from k3train.train.optimizer import PerHeadMuon, blocks, is_muon
 
 BATCH_TOKENS = 128 * 4096  # of experiment=k3_proxy
@@ -46,10 +47,11 @@ def main() -> None:
     named = list(build_meta(model, layout).named_parameters())
     table: list[dict[str, Any]] = []
     settings = {
-        "per head, scale=block (the recipe)": MuonConfig(),
-        "whole matrices": MuonConfig(per_head=False),
+        "per head, scale=block (the recipe)": (MuonConfig(), optimizers.SEVERAL_TILES),
+        "the same, all products in full": (MuonConfig(), 1 << 30),
+        "whole matrices": (MuonConfig(per_head=False), optimizers.SEVERAL_TILES),
     }
-    for label, muon in settings.items():
+    for label, (muon, optimizers.SEVERAL_TILES) in settings.items():
         for kind, chosen in kinds(named, muon).items():
             if label != next(iter(settings)) and kind != "all matrices":
                 continue

@@ -33,6 +33,7 @@ QUINTIC = (
 )  # fmt: skip
 """Newton-Schulz coefficients a, b, c of each step: those of emerging-optimizers' "quintic", which are steepest at zero
 for five steps. Its own function takes fp32 and returns fp32; memory traffic is half of the cost of this optimizer."""
+SEVERAL_TILES = 384
 BATCH = 1 << 28  # elements that are orthogonalised at once
 
 
@@ -71,9 +72,18 @@ def orthogonalise_(stack: Tensor, steps: int) -> Tensor:
     norm = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = stack.div_(norm.clamp_min_(1e-7))
     wide = x.shape[-2] <= x.shape[-1]
+    # products that are symmetric at half the work, where a matrix has enough tiles to leave some out
+    half = x.is_cuda and x.dtype == torch.bfloat16 and min(x.shape[-2:]) >= SEVERAL_TILES
+    if half:
+        from k3train.train.newton_schulz_triton import symmetric_product
     for a, b, c in islice(cycle(QUINTIC), steps):
-        gram = torch.bmm(x, x.mT) if wide else torch.bmm(x.mT, x)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        short = x if wide else x.mT
+        if half:
+            gram = symmetric_product(short)
+            polynomial = symmetric_product(gram, gram, alpha=c, beta=b)
+        else:
+            gram = torch.bmm(short, short.mT)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a) if wide else torch.baddbmm(x, x, polynomial, beta=a)
     return x
 

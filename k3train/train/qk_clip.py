@@ -8,6 +8,7 @@ inputs then have a largest logit of tau. Only Gated MLA: KDA's queries and keys 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,8 @@ class QKClip:
     def metrics(self) -> dict[str, float]:
         """Largest logit before the step and number of clipped heads, over the whole model."""
         largest, clipped = self.numbers.tolist()
+        if not math.isfinite(largest):  # no attention layer, or no number to tell
+            return {}
         return {"train/qk_max_logit": largest, "train/qk_clipped_heads": int(clipped)}
 
     @torch.no_grad()

@@ -41,6 +41,44 @@ def test_newton_schulz_is_that_of_emerging_optimizers(shape: tuple[int, int, int
     torch.testing.assert_close(orthogonalise(stack, FP32), theirs, rtol=1e-4, atol=1e-5)
 
 
+def check_symmetric_products(device: str, sizes: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
+    from k3train.train.newton_schulz_triton import symmetric_product
+
+    for count, n, k in sizes:
+        x = torch.randn(count, n, k, generator=torch.Generator().manual_seed(n)).to(device, dtype)
+        for given in (x, x.mT.contiguous().mT):  # rows or columns next to each other
+            gram = symmetric_product(given)
+            exact = given.double() @ given.double().mT
+            assert float((gram - gram.mT).abs().max()) <= 2e-3 * float(gram.abs().max())
+            assert float((gram - exact).norm() / exact.norm()) < 4e-3
+            gram = gram / n
+            more = symmetric_product(gram, gram, alpha=0.3, beta=-1.5)
+            exact = 0.3 * gram.double() @ gram.double() - 1.5 * gram.double()
+            assert float((more - exact).norm() / exact.norm()) < 4e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+def test_symmetric_products_interpreted() -> None:
+    check_symmetric_products("cpu", [(2, 256, 128), (1, 150, 70)], torch.float16)
+
+
+@pytest.mark.gpu
+def test_symmetric_products() -> None:
+    sizes = [(3, 768, 896), (2, 1792, 3072), (5, 192, 384), (2, 150, 70), (4, 128, 1792)]
+    check_symmetric_products("cuda", sizes, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 768, 896), (4, 896, 768), (3, 400, 1000)], ids=str)
+def test_newton_schulz_with_symmetric_products(shape: tuple[int, int, int]) -> None:
+    stack = torch.randn(shape, device="cuda")
+    want = orthogonalise(stack, FP32)
+    got = orthogonalise(stack, MuonConfig(ns_dtype="bf16"))
+    assert float((got - want).norm() / want.norm()) < 0.05
+    values = torch.linalg.svdvals(got.float())
+    assert values.max() < 1.35
+
+
 def test_newton_schulz_brings_singular_values_near_one() -> None:
     stack = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.svdvals(orthogonalise(stack, FP32))
