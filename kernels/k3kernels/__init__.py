@@ -6,7 +6,10 @@ Needs torch, and triton for the GPU paths; nothing else of this project.
 |---|---|
 | `k3kernels.kda` | Kimi Delta Attention with everything that the layer fuses around the recurrence |
 | `k3kernels.conv` | depthwise causal short convolution with SiLU |
-| `k3kernels.norm` | RMS norm of the attention output times a sigmoid gate |
+| `k3kernels.norm` | RMS norm of the attention output times a sigmoid gate; RMS norm of layers and latents |
+| `k3kernels.attention_residuals` | the softmax mix over depth with the norm behind it, a block of mixes at a time |
+| `k3kernels.situ` | SiTU-GLU, the gated unit of experts and MLPs |
+| `k3kernels.linear_cross_entropy` | head and loss in chunks of tokens, vocabulary cut over ranks |
 | `k3kernels.mxfp4` | rows sorted by expert times experts packed in MXFP4 |
 | `k3kernels.linear_attention`, `delta_rule`, `gated_delta` | the rungs below KDA, for the ladder of mixers |
 

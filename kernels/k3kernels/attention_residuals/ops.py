@@ -249,11 +249,11 @@ class _Mix(torch.autograd.Function):
 
             places = pending.slot(bank) if waits else pending.scratch(bank)
             own, grad_key, grad_output = backward_triton(
-                bank, partial, key, output_weight, ctx.output_eps, *numbers, grad, grad_partial, *places
+                bank, partial, key, output_weight, ctx.output_eps, numbers[0], numbers[1], grad, grad_partial, *places
             )
         else:
             found = reference.backward_torch(
-                bank, partial, key, ctx.eps, output_weight, ctx.output_eps, *numbers, grad, grad_partial
+                bank, partial, key, ctx.eps, output_weight, ctx.output_eps, numbers[0], grad, grad_partial
             )
             own, grad_key, grad_output = found["partial"], found["key"], found["output_weight"]
             if waits:

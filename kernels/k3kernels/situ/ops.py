@@ -51,7 +51,8 @@ def situ_glu_packed(
         from k3kernels.situ.triton_situ import TritonSiTUPacked
 
         return TritonSiTUPacked.apply(x, scale, beta, linear_beta)
-    return situ_glu_torch(*x.chunk(2, -1), scale, beta, linear_beta)
+    gate, up = x.chunk(2, -1)
+    return situ_glu_torch(gate, up, scale, beta, linear_beta)
 
 
 def _checked(x: Tensor, beta: float, linear_beta: float | None, scale: Tensor | None, backend: str) -> str:

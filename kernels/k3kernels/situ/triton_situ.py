@@ -154,6 +154,6 @@ class TritonSiTUPacked(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, scale = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        gate, up = _rows(x).chunk(2, -1)
-        dscale = backward_triton(gate, up, scale, dy.contiguous(), *dx.chunk(2, -1), *ctx.betas)
+        (gate, up), (dgate, dup) = _rows(x).chunk(2, -1), dx.chunk(2, -1)
+        dscale = backward_triton(gate, up, scale, dy.contiguous(), dgate, dup, *ctx.betas)
         return dx, None if dscale is None or scale is None else dscale.to(scale.dtype), None, None
