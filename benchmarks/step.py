@@ -46,22 +46,26 @@ ARMS: dict[str, list[str]] = {
     "recompute_unit": ["train.recompute=unit"],
     "recompute_full": ["train.recompute=full"],
     "muon": ["optim=muon"],
+    "fp8_block": ["train.precision=fp8_block"],
+    "fp8_current": ["train.precision=fp8_current"],
     "fp8_block": ["train.precision=fp8_block", "train.cuda_graphs=none"],
     "fp8_current": ["train.precision=fp8_current", "train.cuda_graphs=none"],
-    "long": ["train.seq_length=65536", "train.micro_batch=1", "train.recompute=unit"],
+    "long": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
+             "train.recompute=unit", "train.cuda_graphs=none"],
     "data2": ["parallel.data=2"],
     "expert2": ["parallel.expert=2", "train.cuda_graphs=none"],
     "pipeline2": ["parallel.pipeline=2", "parallel.virtual=2", "train.cuda_graphs=none"],
     "context2_long": [
-        "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.recompute=unit",
-        "train.cuda_graphs=none",
+        "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
+        "train.recompute=unit", "train.cuda_graphs=none",
     ],
-    "plain": ["model.backend=torch", "train.cuda_graphs=none"],
+    "plain": ["model.backend=torch", "train.cuda_graphs=none", "train.micro_batch=1"],
 }  # fmt: skip
 """What each arm overrides. The base is model=k3_proxy with AdamW."""
 
 BASE = [
-    "model=k3_proxy", "run.name=step", "train.seq_length=8192", "train.micro_batch=2", "train.global_batch=8",
+    "model=k3_proxy", "run.name=step", "train.seq_length=8192", "train.micro_batch=4", "train.global_batch=16",
+    "train.cuda_graphs=step",
     "train.precision=bf16", "tracking.wandb=disabled", "optim.lr=1e-4",
 ]  # fmt: skip
 
@@ -142,21 +146,34 @@ def syncs(run: Any) -> Counter[str]:
 
 def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: bool, keep: Path | None) -> Any:
     """One arm: build, warm up, time, trace. Returns what to print."""
-    import torch
 
     from k3train.config.compose import compose
-    from k3train.planning import flops, memory
-    from k3train.train import profiling
 
     config = compose([*BASE, *overrides, *ARMS[name]])
     if name == "plain":
         import plain
 
         print(f"plain: KDA is {plain.install()}", flush=True)
-    cuda = torch.cuda.is_available()
     begin = time.perf_counter()
     engine = make_engine(config)
     built = time.perf_counter() - begin
+    try:
+        return run_arm(name, overrides, config, engine, built, steps=steps, split=split, audit=audit, keep=keep)
+    finally:
+        release(engine)
+
+
+def run_arm(
+    name: str, overrides: list[str], config: Any, engine: Any, built: float, *, steps: int, split: bool, audit: bool,
+    keep: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Warm up, time and trace a built engine."""
+    import torch
+
+    from k3train.planning import flops, memory
+    from k3train.train import profiling
+
+    cuda = torch.cuda.is_available()
     micro = engine.micro_batches(config.train.global_batch)
     tokens = config.train.global_batch * config.train.seq_length
     if name == "balanced":
@@ -222,10 +239,15 @@ def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: 
     return found
 
 
-def release() -> None:
-    """Give the memory of the last arm back."""
+def release(engine: Any) -> None:
+    """Give an engine's memory back. Its gradient hooks live in C++ nodes, where Python cannot see that they form a ring
+    with everything else."""
     import torch
 
+    for model in engine.ddp:
+        model.grad_accs.clear()
+    engine.ctx.megatron.finalize_model_grads_func = None
+    vars(engine).clear()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -288,8 +310,6 @@ def main() -> None:
         except Exception as error:  # the other arms are still worth their time
             print(f"== {arm}: {type(error).__name__}: {str(error)[:600]}", flush=True)
             continue
-        finally:
-            release()
         results.append(found)
         if int(os.environ.get("RANK", "0")):
             continue
