@@ -1,5 +1,8 @@
 """Attention residuals on a GPU: four kernels, each one pass over the sources.
 
+A row is read again from the cache where it is needed again, with a cache modifier so that the compiler does not keep it
+in registers in between: more rows are in flight for it.
+
     forward    sources -> the mix, normed where asked
     first      the finished sources' part of it for several queries, its unfinished sums leave in fp32; `forward` can
                begin from them. The order of the additions is the same, so both ways give the same bits.
@@ -48,18 +51,20 @@ def _sums(t, K: tl.constexpr):
         for i in tl.static_range(K):
             found = found + (tl.sum(t[i], 0),)
         return found
-    for i in tl.static_range(K // 8):
-        group = (t[8 * i], t[8 * i + 1], t[8 * i + 2], t[8 * i + 3])
-        group = group + (t[8 * i + 4], t[8 * i + 5], t[8 * i + 6], t[8 * i + 7])
-        found = found + tl.reduce(group, 0, _add8)
-    if K % 8 >= 4:
-        k: tl.constexpr = K // 8 * 8
-        found = found + tl.reduce((t[k], t[k + 1], t[k + 2], t[k + 3]), 0, _add4)
-    if K % 4 >= 2:
-        j: tl.constexpr = K // 4 * 4
-        found = found + tl.reduce((t[j], t[j + 1]), 0, _add2)
-    if K % 2 == 1:
-        found = found + (tl.sum(t[K - 1], 0),)
+    G: tl.constexpr = 8 if K > 4 else (4 if K > 2 else K)
+    for i in tl.static_range((K + G - 1) // G):
+        group = ()
+        for k in tl.static_range(G):
+            group = group + (t[min(G * i + k, K - 1)],)  # the last one again where a group is not full
+        if G == 8:
+            sums = tl.reduce(group, 0, _add8)
+        elif G == 4:
+            sums = tl.reduce(group, 0, _add4)
+        elif G == 2:
+            sums = tl.reduce(group, 0, _add2)
+        else:
+            sums = (tl.sum(group[0], 0),)
+        found = found + sums
     return found
 
 
@@ -75,18 +80,17 @@ def first_phase_kernel(
     column = tl.arange(0, BD)
     inside = column < D
     at = row * D + column
-    vs = ()
     squares = ()
     for j in tl.static_range(N):
-        v = tl.load(sources[j] + at, mask=inside, other=0.0)
-        vs = vs + (v,)
-        squares = squares + (v.to(tl.float32) * v.to(tl.float32),)
+        v = tl.load(sources[j] + at, mask=inside, other=0.0).to(tl.float32)
+        squares = squares + (v * v,)
     norms = _sums(squares, N)
     for q in range(queries):
         key = tl.load(keys_ptr + q * D + column, mask=inside, other=0.0)
         products = ()
         for j in tl.static_range(N):
-            products = products + (vs[j].to(tl.float32) * key,)
+            v = tl.load(sources[j] + at, mask=inside, other=0.0).to(tl.float32)
+            products = products + (v * key,)
         dots = _sums(products, N)
         offset = tl.cast(q, tl.int64) * rows
         place = scores_ptr + (offset + row) * (2 * N + 2)
@@ -100,7 +104,8 @@ def first_phase_kernel(
         total = tl.zeros([], tl.float32)
         for j in tl.static_range(N):
             weight = tl.exp(dots[j] * (1.0 / tl.sqrt(norms[j] / D + eps)) - top)
-            acc += weight * vs[j].to(tl.float32)
+            v = tl.load(sources[j] + at, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
+            acc = tl.fma(v, weight, acc)
             total += weight
         tl.store(state_ptr + offset * D + at, acc, mask=inside)
         tl.store(top_ptr + offset + row, top)
@@ -146,7 +151,7 @@ def forward_kernel(
         for j in tl.static_range(M):
             weight = tl.exp(sums[2 * j + 1] * (1.0 / tl.sqrt(sums[2 * j] / D + eps)) - top)
             v = tl.load(bank[j] + at, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
-            acc += weight * v
+            acc = tl.fma(v, weight, acc)
             total += weight
     if PARTIAL:  # joins last and apart, so that both ways round alike
         r = 1.0 / tl.sqrt(sums[2 * M] / D + eps)
@@ -157,8 +162,8 @@ def forward_kernel(
         keep = tl.exp(top - higher)
         weight = tl.exp(score - higher)
         v = tl.load(partial_ptr + at, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
-        acc = acc * keep + weight * v
-        total = total * keep + weight
+        acc = tl.fma(v, weight, acc * keep)
+        total = tl.fma(total, keep, weight)
         top = higher
     out = (acc / total).to(out_ptr.dtype.element_ty)
     if NORM:
@@ -293,7 +298,7 @@ def collect_kernel(
 def _tile(width: int) -> tuple[int, int]:
     """Columns of a row (a power of two) and warps."""
     columns = triton.next_power_of_2(width)
-    return columns, 4 if columns <= 2048 else 16
+    return columns, 4 if columns <= 2048 else 8
 
 
 def forward_triton(
