@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """What an optimizer step costs on one GPU at a model's own parameter shapes: Muon for its matrices, AdamW for the rest.
 
-    python benchmarks/muon.py [model=k3_proxy] [tokens_per_second=...] [steps=5]
+    python benchmarks/muon.py [model=k3_proxy] [tokens_per_second=...] [steps=5] [sweep=true]
 
 Every parameter has an fp32 master, gradient and momentum, as in training. Prints milliseconds by kind of matrix, the
 rate of Newton-Schulz, the peak memory, and with the tokens a second of training the share of a step of BATCH_TOKENS.
@@ -37,7 +37,13 @@ BATCH_TOKENS = 128 * 4096  # of experiment=k3_proxy
 
 
 def main() -> None:
-    options = {"model": "k3_proxy", "tokens_per_second": "0", "steps": "5", **dict(w.split("=") for w in sys.argv[1:])}
+    options = {
+        "model": "k3_proxy",
+        "tokens_per_second": "0",
+        "steps": "5",
+        "sweep": "false",
+        **dict(w.split("=") for w in sys.argv[1:]),
+    }
     gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if gpu else "cpu")
     if not dist.is_initialized():
@@ -59,6 +65,8 @@ def main() -> None:
                 {"setting": label, "kind": kind, **measure(chosen, muon, layout, device, int(options["steps"]))}
             )
             print(_row(table[-1]), flush=True)
+    if options["sweep"] == "true":
+        sweep(kinds(named, MuonConfig())["all matrices"], layout, device)
     rest = [(n, p) for n, p in named if not is_muon(n, p.k3, MuonConfig())]
     table.append({"setting": "AdamW, fused", "kind": "the rest", **adamw(rest, device, int(options["steps"]))})
     print(_row(table[-1]), flush=True)
@@ -126,6 +134,20 @@ def measure(
         "millions": sum(p.numel() for p in params) / 1e6, "ms": ms, "tflop": flops / 1e12, "tflops": flops / ms / 1e9,
         "extra_gb": (_memory(device) - before) / 1e9,
     }  # fmt: skip
+
+
+def sweep(named: list[tuple[str, Any]], layout: layouts.Layout, device: torch.device) -> None:
+    """Milliseconds of all matrices by how many elements are iterated on at once, with products by half and in full."""
+    params = filled(named, device)
+    optimizer = PerHeadMuon(params, lr=1e-3, weight_decay=0.1, muon=MuonConfig(), layout=layout)
+    cached, several = optimizers.CACHED, optimizers.SEVERAL_TILES
+    for optimizers.CACHED in (1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 28):
+        times = []
+        for optimizers.SEVERAL_TILES in (several, 1 << 30):
+            optimizer.step()
+            times.append(_clock(optimizer.step, device, 3))
+        print(f"{optimizers.CACHED:>10} elements at once: {times[0]:.1f} ms, in full {times[1]:.1f} ms", flush=True)
+    optimizers.CACHED, optimizers.SEVERAL_TILES = cached, several
 
 
 def adamw(named: list[tuple[str, Any]], device: torch.device, steps: int) -> dict[str, Any]:

@@ -34,7 +34,8 @@ QUINTIC = (
 """Newton-Schulz coefficients a, b, c of each step: those of emerging-optimizers' "quintic", which are steepest at zero
 for five steps. Its own function takes fp32 and returns fp32; memory traffic is half of the cost of this optimizer."""
 SEVERAL_TILES = 384
-BATCH = 1 << 28  # elements that are orthogonalised at once
+BATCH = 1 << 28  # elements of momentum that are put together at once
+CACHED = 1 << 23  # elements of a stack that are orthogonalised at once: what a GPU's cache has room for, nearly
 
 
 def is_muon(name: str, spec: ParameterSpec, muon: MuonConfig) -> bool:
@@ -65,18 +66,24 @@ def scale_of(block: Tensor, spec: ParameterSpec, scale: str) -> float:
 
 @torch.no_grad()
 def orthogonalise_(stack: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz of each [A, B] of a stack [n, A, B], in the stack's dtype; the stack is overwritten.
+    """Newton-Schulz of each [A, B] of a stack [n, A, B], in place and in the stack's dtype.
 
     X <- a X + (b G + c G^2) X with G = X X^T, on the shorter side; singular values end between 0.7 and 1.2.
     """
+    for part in stack.split(max(1, CACHED // stack[0].numel())):
+        _newton_schulz_(part, steps)
+    return stack
+
+
+def _newton_schulz_(stack: Tensor, steps: int) -> None:
     norm = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = stack.div_(norm.clamp_min_(1e-7))
     wide = x.shape[-2] <= x.shape[-1]
-    # products that are symmetric at half the work, where a matrix has enough tiles to leave some out
+    # symmetric products at half the work, where a matrix has enough tiles to leave some out
     half = x.is_cuda and x.dtype == torch.bfloat16 and min(x.shape[-2:]) >= SEVERAL_TILES
     if half:
         from k3train.train.newton_schulz_triton import symmetric_product
-    for a, b, c in islice(cycle(QUINTIC), steps):
+    for step, (a, b, c) in enumerate(islice(cycle(QUINTIC), steps)):
         short = x if wide else x.mT
         if half:
             gram = symmetric_product(short)
@@ -84,8 +91,11 @@ def orthogonalise_(stack: Tensor, steps: int) -> Tensor:
         else:
             gram = torch.bmm(short, short.mT)
             polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a) if wide else torch.baddbmm(x, x, polynomial, beta=a)
-    return x
+        into = stack if step == steps - 1 > 0 else None  # before the last step, x is no longer the stack
+        left, right = (polynomial, x) if wide else (x, polynomial)
+        x = torch.baddbmm(x, left, right, beta=a, out=into)
+    if x is not stack:
+        stack.copy_(x)
 
 
 @dataclass
