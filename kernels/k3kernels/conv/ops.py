@@ -160,7 +160,8 @@ def short_convolution_step(x: Tensor, weight: Tensor, state: Tensor, *, backend:
                 f"backend: triton takes W <= {TRITON_MAX_WIDTH} and at most 32 bits a value, got W = {weight.shape[1]}, "
                 f"{x.dtype}; use backend='torch'"
             )
-        from k3kernels.conv.triton_advance import short_convolution_step_triton  # imports triton, which CPU users may lack
+        # imports triton, which CPU users may lack
+        from k3kernels.conv.triton_advance import short_convolution_step_triton
 
         return short_convolution_step_triton(x, weight, state)
     y, end = short_convolution(x, weight, initial_state=state, output_final_state=True, backend=backend)

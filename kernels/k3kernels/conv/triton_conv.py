@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_WIDTH = 4
-ROWS = 128
+ROWS = 64
 CHANNELS = 256
+UNROLL = 4  # rows whose loads are under way together
+WARPS = 2
 
 
 @triton.jit
@@ -66,6 +68,7 @@ def forward_kernel(
     x0, x1, x2, w0, w1, w2, s0, s1, s2, y0, y1, y2, start_ptr, document_ptr, T, blocks_T,
     b0, b1, b2, t0, t1, t2, c0, c1, c2, n0, n1,
     W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * ceil(T / BT), channel blocks of all three tensors); only the first axis may exceed 65535.
 
@@ -89,7 +92,7 @@ def forward_kernel(
     p1 = tl.load(x_ptr + (first - 1).to(tl.int64) * st + channel, mask=inside & (first >= 1), other=0.0).to(tl.float32)
     p2 = tl.load(x_ptr + (first - 2).to(tl.int64) * st + channel, mask=inside & (first >= 2), other=0.0).to(tl.float32)
     p3 = tl.load(x_ptr + (first - 3).to(tl.int64) * st + channel, mask=inside & (first >= 3), other=0.0).to(tl.float32)
-    for i in range(BT):
+    for i in tl.range(0, BT, loop_unroll_factor=UNROLL):
         t = first + i
         live = t < T
         start = 0
@@ -115,6 +118,7 @@ def backward_kernel(
     x0, x1, x2, w0, w1, w2, s0, s1, s2, g0, g1, g2, d0, d1, d2, dw0, dw1, dw2, ds0, ds1, ds2,
     start_ptr, document_ptr, T, blocks_T, b0, b1, b2, t0, t1, t2, c0, c1, c2, n0, n1,
     W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Grid as `forward_kernel`. g = dy and d = dx contiguous; dw [B * blocks_T, C, 4], lag-major: dw[..., lag].
 
@@ -143,7 +147,7 @@ def backward_kernel(
     e1, e2, e3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
     dw_0, dw_1 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
     dw_2, dw_3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
-    for i in range(BT + 3):  # three rows past the block complete its last rows' gradients
+    for i in tl.range(0, BT + 3, loop_unroll_factor=UNROLL):  # three rows past the block complete its last rows' gradients
         t = first + i
         live = t < T
         start = 0
@@ -251,7 +255,7 @@ class TritonShortConvolution(torch.autograd.Function):
         gs = [dy.contiguous() for dy in dys]
         dxs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
         blocks = B * triton.cdiv(T, rows_of_a_block(T))
-        dws = [torch.zeros(blocks, x.shape[2], 4, dtype=torch.float32, device=x.device) for x in xs]
+        dws = [torch.empty(blocks, x.shape[2], 4, dtype=torch.float32, device=x.device) for x in xs]
         dss = [torch.zeros(*s.shape, W - 1, dtype=torch.float32, device=s.device) for s in states]
         if B * T:
             grid, sizes, meta = _launch(xs, weights, states, walk)
@@ -289,7 +293,8 @@ def _launch(xs: Any, weights: Any, states: Any, walk: Any) -> tuple[tuple[int, i
         "STATE": bool(states) and weights[0].shape[1] > 1,
         "BT": BT,
         "BC": BC,
-        "num_warps": 2,
+        "UNROLL": UNROLL,
+        "num_warps": WARPS,
     }
     return grid, sizes, meta
 

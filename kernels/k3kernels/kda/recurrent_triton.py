@@ -43,11 +43,16 @@ def decode_kernel(
         k = k / tl.sqrt(tl.sum(k * k) + 1e-6)
         S = S * tl.exp2(log2_decay(z + bias, rate, bound, BOUNDED))[:, None]
         u = beta * (v - tl.sum(k[:, None] * S, 0))
+        o = tl.sum(q[:, None] * S, 0) + tl.sum(q * k) * u  # of the state before the update, so that no sum waits for u
         S = S + k[:, None] * u[None, :]
-        o = tl.sum(q[:, None] * S, 0)
         o_at = o_ptr + ((batch * T + t) * HV + head) * V + column
         tl.store(o_at, o.to(o_ptr.dtype.element_ty), mask=in_v)
     tl.store(state_at, S, mask=inside)
+
+
+def tile(BK: int, V: int) -> tuple[int, int]:
+    """Value columns and warps of a program."""
+    return min(max(16, triton.next_power_of_2(V)), max(16, 4096 // BK)), 4
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -76,11 +81,11 @@ def decode_triton(
     if o.numel() == 0:
         return o
     BK = max(16, triton.next_power_of_2(K))
-    BV = min(max(16, triton.next_power_of_2(V)), max(16, 4096 // BK))
+    BV, warps = tile(BK, V)
     decode_kernel[(B * HV, triton.cdiv(V, BV))](
         q, k, v, z, beta, A_log, dt_bias, state, o,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *z.stride()[:3], *beta.stride(), *state.stride()[:3],
         T, HV, scale, -1.0 if bound is None else bound,
-        GROUP=HV // H, K=K, V=V, BK=BK, BV=BV, BOUNDED=bound is not None, num_warps=4,
+        GROUP=HV // H, K=K, V=V, BK=BK, BV=BV, BOUNDED=bound is not None, num_warps=warps,
     )  # fmt: skip
     return o

@@ -27,7 +27,8 @@ def _rows(x: Tensor, aligned: bool) -> Tensor:
 
 @dataclass
 class Saved:
-    """Buffers that the forward pass leaves for the backward pass, indexed by tile: Q+, K+, Kb [64, K]; A, M [64, 64];
+    """Buffers that the forward pass leaves for the backward pass, indexed by tile: Q+, K+, Kb [64, K] (one after the other
+    in memory); A, M [64, 64] (likewise);
     Gam [K]; row scalars [8, 64] (beta, 1/|q|, 1/|k|, then three of vside.py); state at the chunk's start [V, K]; V'; and the
     transition matrices of the segments, if the stream was cut."""
 
@@ -70,16 +71,19 @@ def forward(
     """o, the final state if wanted, and what the backward pass needs (h and V' only with save)."""
     c, n = p.config, p.tiles
     varlen = p.table is not None
+    some = max(n, 1)  # a descriptor of no memory is refused
+    Qp, Kp, Kb = _empty(q, 3, some, 64, p.K)
+    A, M = _empty(q, 2, some, 64, 64)
     s = Saved(
-        Qp=_empty(q, n, 64, p.K),
-        Kp=_empty(q, n, 64, p.K),
-        Kb=_empty(q, n, 64, p.K),
-        A=_empty(q, n, 64, 64),
-        M=_empty(q, n, 64, 64),
+        Qp=Qp,
+        Kp=Kp,
+        Kb=Kb,
+        A=A,
+        M=M,
         gam=_empty(q, n, p.K, dtype=F32),
         row=_empty(q, n, 8, 64, dtype=F32),
-        h=_empty(q, *((n, p.V, p.K) if save else (0,))),
-        vn=_empty(q, *((n, 64, p.V) if save else (0,))),
+        h=_empty(q, *((some, p.V, p.K) if save else (0,))),
+        vn=_empty(q, *((some, 64, p.V) if save else (0,))),
         moves=_empty(q, 0),
     )
     inputs = (q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A)
@@ -126,8 +130,8 @@ def backward(
     """Gradients of q, k, v, z, beta, A_log, dt_bias and, if wanted, of the initial state."""
     c, n = p.config, p.tiles
     varlen = p.table is not None
-    dS = _empty(q, n, p.V, p.K)
-    Y = _empty(q, n, 64, p.V)
+    dS = _empty(q, max(n, 1), p.V, p.K)
+    Y = _empty(q, max(n, 1), 64, p.V)
     dS0 = reverse_pass(p, s.tiles, do, (dS, Y), s.moves, dST, want_dS0)
 
     dv = _empty(v, p.B, p.T, p.HV, p.V)

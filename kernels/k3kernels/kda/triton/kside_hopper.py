@@ -4,7 +4,7 @@ The plain version is limited by registers and by layout changes through shared m
 tokens] tensor lives in one layout, TILE, that is the mma.sync accumulator with its rows renamed (a warp's accumulator
 rows g and g + 8 hold channels 2g and 2g + 1).  Loads and stores of 2 channels are 4 bytes wide and fill whole sectors;
 the change from TILE to a left operand, and from an accumulator to TILE, renames registers.  All inputs of a program are
-copied to shared memory at its start (asynchronously, 66 KB), so that the two programs of a multiprocessor overlap
+copied to shared memory at its start (asynchronously, 66 KB; 16 KB more keep the decays), so that the two programs of a multiprocessor overlap
 latency with arithmetic, and a value that is needed twice is read twice instead of being held in registers.
 """
 
@@ -42,6 +42,8 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 STAGE = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 MATRIX = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=2, max_phase=4, order=[1, 0]))
+# fp32 [channels, tokens] written and read in TILE: the 8 channels of a warp's access fall on different banks
+KEPT = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=2, max_phase=4, order=[1, 0]))
 
 
 @gluon.jit
@@ -150,6 +152,7 @@ def _half(
     q_s,
     k_s,
     z_s,
+    g_s,
     p0,
     p1,
     p2,
@@ -163,8 +166,7 @@ def _half(
     tx,
     maps,
     sums,
-    before,
-    after,
+    other,
     carry,
     bias,
     live,
@@ -175,20 +177,23 @@ def _half(
     BOUNDED: gl.constexpr,
     BS: gl.constexpr,
 ):
-    """See kside.py; tiles, matrices and maps lie in shared memory."""
+    """See kside.py; tiles, matrices and maps lie in shared memory, and so do both halves' decays g_s.  other: the log2
+    decay of the other half, which lies before half 1 and after half 0."""
     LEVELS: gl.constexpr = 1 if BS == 32 else 3
-    g = _gate(z_s, H, bias, tail, rate, bound, BOUNDED)
-    up, first, last, end = _factors(g, maps, BS)
-    pre = exp2(before)
-    post = exp2(after)
+    up, first, last, end = _factors(g_s.index(H).load(TILE), maps, BS)
     q = _load(q_s, H) * _row(rp + 64)
     k = _load(k_s, H) * _row(rp + 128)
-    x = first * pre
-    dq = _load(p0, H) * x
+    start = first
+    finish = last
+    if H == 1:
+        start = first * exp2(other)
+    else:
+        finish = last * exp2(other)
+    dq = _load(p0, H) * start
     dG = q * dq
-    dk = _load(p1, H) * x
+    dk = _load(p1, H) * start
     dG += k * dk
-    dk += _load(p2, H) * (last * post)
+    dk += _load(p2, H) * finish
     if H == 1:
         dq, dk, dG, tx = _pairs(q, k, kx, first, mats.index(4 * LEVELS), mats.index(4 * LEVELS + 1), dq, dk, dG)
     else:
@@ -197,6 +202,7 @@ def _half(
     m: gl.constexpr = 2 * LEVELS * H
     dq, dk, dG = _block(q, k, up, rcp(up), mats.index(m), mats.index(m + 1), dq, dk, dG)
     if BS == 8:
+        g = g_s.index(H).load(TILE)
         x = exp2(-gl.abs(_map(g, maps.index(2).load(RIGHT), gl.float16)))
         dq, dk, dG = _block(q, k, x, x, mats.index(m + 2), mats.index(m + 3), dq, dk, dG)
         x = exp2(-gl.abs(_map(g, maps.index(3).load(RIGHT), gl.float16)))
@@ -206,14 +212,14 @@ def _half(
     _store(dk_ptr, oo, (dk + a_d * q - k * _row(rp + 256)) * _row_again(rp + 128), live)
     sum_dG = gl.expand_dims(gl.sum(dG, axis=1), 1)
     dg = _map(dG, sums.index(0).load(RIGHT), gl.bfloat16) + carry
-    dg += _map(k * (_load(p2, H) * (last * post)), sums.index(1).load(RIGHT), gl.bfloat16)
+    dg += _map(k * (_load(p2, H) * finish), sums.index(1).load(RIGHT), gl.bfloat16)
     z = _load(z_s, H)
+    g = g_s.index(H).load(TILE)
     if BOUNDED:
-        s = gate_sigmoid(z, rate, bias)
+        s = g * (1.0 / (bound * LOG2E))
         dz = gl.where(tail, dg * ((s - s * s) * (bound * rate)), 0.0)
         dA = dz * z
     else:
-        g = log2_decay(z, rate, bias, bound, False)
         alive = tail & (g > FLOOR2)
         dz = gl.where(alive, dg * (gate_sigmoid(z, 1.0, bias) * -rate), 0.0)
         dA = gl.where(alive, dg * g * (1.0 / LOG2E), 0.0)
@@ -362,17 +368,22 @@ def kside_hopper_kernel(
 
     async_copy.wait_group(1)
     gl.thread_barrier()
-    end1 = gl.expand_dims(gl.sum(_gate(z_s, 1, bias, tail1, rate, bound, BOUNDED), axis=1), 1)
-    u0, f0, last0, end0 = _factors(_gate(z_s, 0, bias, tail0, rate, bound, BOUNDED), maps, BS)
+    g_s = gl.allocate_shared_memory(gl.float32, [2, 64, 32], KEPT)
+    g1 = _gate(z_s, 1, bias, tail1, rate, bound, BOUNDED)
+    g_s.index(1).store(g1)
+    end1 = gl.expand_dims(gl.sum(g1, axis=1), 1)
+    g0 = _gate(z_s, 0, bias, tail0, rate, bound, BOUNDED)
+    g_s.index(0).store(g0)
+    u0, f0, last0, end0 = _factors(g0, maps, BS)
     kl = _load(k_s, 0) * _row(rp + 128) * last0
     kd0 = gl.expand_dims(gl.sum(kl * _load(p2, 0), axis=1), 1) * exp2(end1)
-    none = end0 * 0.0
     async_copy.wait_group(0)
     gl.thread_barrier()
     tx, sum1, pb1, pA1 = _half(
         q_s,
         k_s,
         z_s,
+        g_s,
         p0,
         p1,
         p2,
@@ -387,7 +398,6 @@ def kside_hopper_kernel(
         maps,
         sums,
         end0,
-        none,
         w + kd0,
         bias,
         live1,
@@ -402,6 +412,7 @@ def kside_hopper_kernel(
         q_s,
         k_s,
         z_s,
+        g_s,
         p0,
         p1,
         p2,
@@ -415,7 +426,6 @@ def kside_hopper_kernel(
         tx,
         maps,
         sums,
-        none,
         end1,
         w + sum1,
         bias,

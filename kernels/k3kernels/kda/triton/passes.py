@@ -14,7 +14,7 @@ from torch import Tensor
 from .plan import Problem
 from .reverse import reverse_kernel
 from .state import state_kernel
-from .state_hopper import reverse_hopper_kernel, state_hopper_kernel
+from .state_hopper import panel, reverse_hopper_kernel, state_hopper_kernel
 
 F32 = torch.float32
 
@@ -30,19 +30,36 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
+def _panels(tiles: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Rows of all tiles of a kind, descriptors of [Q+, K+, Kb] and [A, M], Gam and the row scalars."""
+    Qp, _, _, A, _, gam, row = tiles
+    rows = Qp.shape[0] * 64
+    return rows, panel(Qp, 3 * rows, 128, 64, 128), panel(A, 2 * rows, 64, 64, 64), gam, row
+
+
+def _leaving(p: Problem, states: Tensor, values: Tensor, rows: int) -> tuple[Any, Any]:
+    """Descriptors of a program's slices of [V, K] tiles and of [64, V] tiles."""
+    bv = p.config.state_bv
+    return panel(states, p.V * rows // 64, p.K, bv, p.K), panel(values, rows, p.V, 64, bv)
+
+
 def _state(
     p: Problem, tiles: tuple[Tensor, ...], v: Tensor, out: tuple[Tensor, Tensor, Tensor], doc: Tensor | None, n: int,
     S0: Tensor | None, final: bool, save: bool,
 ) -> Tensor | None:  # fmt: skip
     c = p.config
     ST = torch.empty(n, p.HV, p.K, p.V, dtype=F32, device=v.device) if final else None
-    args = (v, doc, *tiles, S0, *out, ST, *strides(v), p.T, p.NT, p.HV)
+    sizes = (*strides(v), p.T, p.NT, p.HV)
     flags = {"V": p.V, "BV": c.state_bv, "HAS_S0": S0 is not None, "SAVE": save, "FINAL": final}
     programs = n * p.HV * (p.V // c.state_bv)
     flags["VARLEN"] = doc is not None
     if c.hopper:
+        rows, *inputs = _panels(tiles)
+        leaving = _leaving(p, *out[1:], rows) if save else (None, None)
+        args = (v, doc, *inputs, S0, out[0], *leaving, ST, *sizes, rows)
         launch(state_hopper_kernel, programs, *args, **flags, NW=c.state_warps, num_warps=c.state_warps)
     else:
+        args = (v, doc, *tiles, S0, *out, ST, *sizes)
         meta = {**p.meta, **flags}
         launch(state_kernel, programs, *args, K=p.K, **meta, NS=1, num_warps=c.state_warps)
     return ST
@@ -54,13 +71,16 @@ def _reverse(
 ) -> Tensor | None:  # fmt: skip
     c = p.config
     dS0 = torch.empty(n, p.HV, p.K, p.V, dtype=F32, device=do.device) if want else None
-    args = (do, doc, *tiles, dST, *out, dS0, *strides(do), p.T, p.NT, p.HV)
+    sizes = (*strides(do), p.T, p.NT, p.HV)
     flags = {"V": p.V, "BV": c.state_bv, "HAS_DST": dST is not None, "DS0": want}
     programs = n * p.HV * (p.V // c.state_bv)
     flags["VARLEN"] = doc is not None
     if c.hopper:
+        rows, *inputs = _panels(tiles)
+        args = (do, doc, *inputs, dST, *_leaving(p, *out, rows), dS0, *sizes, rows)
         launch(reverse_hopper_kernel, programs, *args, **flags, NW=c.state_warps, num_warps=c.state_warps)
     else:
+        args = (do, doc, *tiles, dST, *out, dS0, *sizes)
         meta = {**p.meta, **flags}
         launch(reverse_kernel, programs, *args, K=p.K, **meta, NS=1, num_warps=c.state_warps)
     return dS0

@@ -22,6 +22,8 @@ CHANNEL = gl.constexpr(gl.SliceLayout(0, TILE.value))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 STAGE = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+# the fp32 decays of a half in the place of the raw gates: a thread's 16-byte pieces of two token groups on different banks
+KEPT = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=2, order=[1, 0]))
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
@@ -94,6 +96,24 @@ def _normalised(x, row_ptr, scale):
     r = gl.rsqrt(gl.sum(x * x, axis=1) + 1e-6)
     gl.store(row_ptr + gl.arange(0, 32, TOKEN), r)
     return x * gl.expand_dims(r * scale, 1)
+
+
+@gluon.jit
+def _from_start(anchored, x, G, mid, BS: gl.constexpr):
+    """x times the decay from the half's start; anchored: x times the decay from its middle."""
+    if BS == 32:
+        return anchored * exp2(mid)
+    else:
+        return x * exp2(G)
+
+
+@gluon.jit
+def _to_end(anchored, x, G, mid, end, BS: gl.constexpr):
+    """x times the decay to the half's end; anchored: x over the decay from its middle."""
+    if BS == 32:
+        return anchored * exp2(end - mid)
+    else:
+        return x * exp2(end - G)
 
 
 @gluon.jit
@@ -189,30 +209,31 @@ def prep_hopper_kernel(
     mid1, end1 = _sums(g1)
     g0 = _gate(z_s, 0, live0, bias, rate, bound, BOUNDED)
     mid0, end0 = _sums(g0)
+    gl.thread_barrier()  # the raw gates have been read
+    kept = z_s._reinterpret(gl.float32, [32, 128], KEPT)
+    kept.store(g1)
     G = gl.associative_scan(g0, 0, _add)
     if BS == 32:
         up = exp2(G - mid0)
-        down = rcp(up)
-        first = up * exp2(mid0)
-        last = down * exp2(end0 - mid0)
     else:
         up = exp2(_anchored(g0, 4))
-        down = rcp(up)
-        first = exp2(G)
-        last = exp2(end0 - G)
+    down = rcp(up)
     after = exp2(end1)
     async_copy.wait_group(0)
     gl.thread_barrier()
     k = _normalised(_load(k_s, 0), rp + 128, 1.0)
-    queries.slice(32, 32).store(bf16(k * up))
-    gl.store(Kp_ptr + so, bf16(k * first))
-    keys.store(bf16(k * down))
-    x = k * last
+    x = k * up
+    queries.slice(32, 32).store(bf16(x))
+    gl.store(Kp_ptr + so, bf16(_from_start(x, k, G, mid0, BS)))
+    x = k * down
+    keys.store(bf16(x))
+    x = _to_end(x, k, G, mid0, end0, BS)
     ends.store(bf16(x))
     gl.store(Kb_ptr + so, bf16(x * after))
-    q = _normalised(_load(q_s, 0), rp + 64, 1.0) * scale
-    queries.slice(0, 32).store(bf16(q * up))
-    gl.store(Qp_ptr + so, bf16(q * first))
+    q = _normalised(_load(q_s, 0), rp + 64, scale)
+    x = q * up
+    queries.slice(0, 32).store(bf16(x))
+    gl.store(Qp_ptr + so, bf16(_from_start(x, q, G, mid0, BS)))
     fence_async_shared()
     gl.thread_barrier()
     acc0 = warpgroup_mma(queries, keys.permute([1, 0]), zero, is_async=False)
@@ -225,28 +246,26 @@ def prep_hopper_kernel(
 
     before = exp2(end0)
     gl.store(gam_ptr + tile * K + d, before * after)
-    g1 = _gate(z_s, 1, live1, bias, rate, bound, BOUNDED)
+    g1 = kept.load(TILE)
     G = gl.associative_scan(g1, 0, _add)
     if BS == 32:
         up = exp2(G - mid1)
-        down = rcp(up)
-        first = up * exp2(mid1)
-        last = down * exp2(end1 - mid1)
     else:
         up = exp2(_anchored(g1, 4))
-        down = rcp(up)
-        first = exp2(G)
-        last = exp2(end1 - G)
+    down = rcp(up)
     k = _normalised(_load(k_s, 1), rp + 160, 1.0)
-    queries.slice(32, 32).store(bf16(k * up))
-    x = k * first
+    x = k * up
+    queries.slice(32, 32).store(bf16(x))
+    x = _from_start(x, k, G, mid1, BS)
     across.slice(32, 32).store(bf16(x))
     gl.store(Kp_ptr + 32 * K + so, bf16(x * before))
-    keys.store(bf16(k * down))
-    gl.store(Kb_ptr + 32 * K + so, bf16(k * last))
-    q = _normalised(_load(q_s, 1), rp + 96, 1.0) * scale
-    queries.slice(0, 32).store(bf16(q * up))
-    x = q * first
+    x = k * down
+    keys.store(bf16(x))
+    gl.store(Kb_ptr + 32 * K + so, bf16(_to_end(x, k, G, mid1, end1, BS)))
+    q = _normalised(_load(q_s, 1), rp + 96, scale)
+    x = q * up
+    queries.slice(0, 32).store(bf16(x))
+    x = _from_start(x, q, G, mid1, BS)
     across.slice(0, 32).store(bf16(x))
     gl.store(Qp_ptr + 32 * K + so, bf16(x * before))
     fence_async_shared()
@@ -271,37 +290,43 @@ def prep_hopper_kernel(
 
 
 @triton.jit
-def _inverse(L, I, J):
-    M = tl.where(I == J, 1.0, 0.0) - tl.where((I // 2) == (J // 2), L, 0.0)
-    for lg in tl.static_range(1, 5):
-        pair = ((I >> (lg + 1)) == (J >> (lg + 1))) & ((I >> lg) > (J >> lg))
-        Mh = M.to(tl.float16)
-        M -= tl.dot(tl.dot(Mh, tl.where(pair, L, 0.0).to(tl.float16)).to(tl.float16), Mh)
-    return M
+def _blocks(lower_left, upper_left, lower_right):
+    """[2, 16, 16] each -> lower block-triangular [2, 32, 32]."""
+    top = tl.permute(tl.join(upper_left, lower_left * 0.0), (0, 1, 3, 2)).reshape(2, 16, 32)
+    bottom = tl.permute(tl.join(lower_left, lower_right), (0, 1, 3, 2)).reshape(2, 16, 32)
+    return tl.permute(tl.join(top, bottom), (0, 3, 1, 2)).reshape(2, 32, 32)
 
 
 @triton.jit(do_not_specialize=["HV"])
 def invert_kernel(L_ptr, row_ptr, table_ptr, M_ptr, HV, VARLEN: tl.constexpr):
-    """M = (I + beta L)^-1 of a chunk from the three blocks of L (fp16)."""
+    """M = (I + beta L)^-1 of a chunk from the three blocks of L (fp16), by block doubling: the four blocks of 16 tokens
+    on the diagonal side by side, then the two halves, then the block between them."""
     pid = tl.program_id(0)
     if VARLEN:  # noqa: SIM102  (a static and a run-time condition)
         if tl.load(table_ptr + (pid // HV) * 2 + 1) <= 0:
             return
     tile = tl.cast(pid, tl.int64)
+    L_ptr += tile * 3072
+    row_ptr += tile * 512
+    b = tl.arange(0, 4)[:, None, None]
+    h = tl.arange(0, 2)[:, None, None]
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    L = tl.load(L_ptr + ((b // 2) * 1024 + (b % 2) * 528 + i * 32 + j)).to(tl.float32) * tl.load(row_ptr + (b * 16 + i))
+    below = tl.load(L_ptr + (h * 1024 + 512 + i * 32 + j)).to(tl.float32) * tl.load(row_ptr + (h * 32 + 16 + i))
     t = tl.arange(0, 32)
-    I = t[:, None]
-    J = t[None, :]
-    lp = L_ptr + tile * 3072 + I * 32 + J
-    beta0 = tl.load(row_ptr + tile * 512 + t)[:, None]
-    beta1 = tl.load(row_ptr + tile * 512 + 32 + t)[:, None]
-    L0 = tl.load(lp).to(tl.float32) * beta0
-    L1 = tl.load(lp + 1024).to(tl.float32) * beta1
-    Lx = tl.load(lp + 2048).to(tl.float32) * beta1
-    mp = M_ptr + tile * 4096 + I * 64 + J
-    M0 = _inverse(L0, I, J)
-    M1 = _inverse(L1, I, J)
-    t = tl.dot(Lx.to(tl.float16), M0.to(tl.float16))
-    Mx = tl.dot(M1.to(tl.float16), t.to(tl.float16))
+    at = t[:, None] * 32 + t[None, :]
+    between = tl.load(L_ptr + 2048 + at).to(tl.float32) * tl.load(row_ptr + 32 + t)[:, None]
+    M = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2) == (j // 2), L, 0.0)
+    for lg in tl.static_range(1, 4):
+        pair = ((i >> (lg + 1)) == (j >> (lg + 1))) & ((i >> lg) > (j >> lg))
+        Mh = M.to(tl.float16)
+        M -= tl.dot(tl.dot(Mh, tl.where(pair, L, 0.0).to(tl.float16)).to(tl.float16), Mh)
+    first, second = tl.split(tl.permute(M.to(tl.float16).reshape(2, 2, 16, 16), (0, 2, 3, 1)))
+    X = tl.dot(second, tl.dot(below.to(tl.float16), first).to(tl.float16)).to(tl.float16)
+    M0, M1 = tl.split(tl.permute(_blocks(-X, first, second), (1, 2, 0)))
+    Mx = tl.dot(M1, tl.dot(between.to(tl.float16), M0).to(tl.float16))
+    mp = M_ptr + tile * 4096 + (t[:, None] * 64 + t[None, :])
     tl.store(mp, M0.to(tl.bfloat16))
     tl.store(mp + 32, tl.zeros((32, 32), tl.bfloat16))
     tl.store(mp + 2048, (-Mx).to(tl.bfloat16))
