@@ -143,7 +143,15 @@ class Step:
     def attend_kda(self, layer: KDA, x: torch.Tensor) -> torch.Tensor:
         kept = self.cache.layers[layer.layer]
         assert isinstance(kept, KDACache)
-        q, k, v, z, beta = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), layer.gate_input(x), layer.b_proj(x)
+        joined = getattr(layer, "joined", None) if self.one_each else None
+        if joined is None:
+            q, k, v, z, beta = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), layer.gate_input(x), layer.b_proj(x)
+            gate = layer.output_gate(x, x)
+        else:
+            q, k, v, gate, decay, beta = joined(x)
+            z = layer.f_b_proj(decay)
+            if layer.ctx.model.kda.output_gate != "full":
+                gate = layer.g_b_proj(gate)
         weights = (layer.q_conv, layer.k_conv, layer.v_conv)
         bound = layer.ctx.model.kda.decay_bound
 
@@ -172,18 +180,27 @@ class Step:
             )  # fmt: skip
             kept.state.copy_(state)
         out = out.reshape(-1, layer.heads, layer.head_dim)
-        gate = layer.output_gate(x, x).view(-1, layer.heads, layer.head_dim)
+        gate = gate.view(-1, layer.heads, layer.head_dim)
         out = gated_rms_norm(out, gate, layer.o_norm, eps=layer.ctx.model.norm_eps)
         return layer.o_proj(out.reshape(x.shape[0], -1))
 
     def attend_mla(self, layer: GatedMLA, x: torch.Tensor) -> torch.Tensor:
         kept = self.cache.layers[layer.layer]
         assert isinstance(kept, LatentCache)
-        q, latent = layer.queries(x, x), layer.latent(x)
+        mla = layer.ctx.model.mla
+        joined = getattr(layer, "joined", None) if self.one_each else None
+        if joined is None:
+            q, latent = layer.queries(x, x), layer.latent(x)
+            gate = [layer.g_proj(x)] if mla.output_gate else []
+        else:
+            low, latent, *gate = joined(x)
+            q = layer.q_b_proj(layer.q_a_norm(low)).view(-1, layer.heads, layer.key_dim)
+            c, shared = latent.split([mla.kv_lora_rank, mla.shared_dim], dim=-1)
+            latent = torch.cat([layer.kv_a_norm(c), shared], dim=-1)
         out = self._absorbed(layer, kept, q, latent) if self.one_each else self._expanded(layer, kept, q, latent)
         out = out.reshape(x.shape[0], -1)
-        if layer.ctx.model.mla.output_gate:
-            out = out * torch.sigmoid(layer.g_proj(x))
+        if mla.output_gate:
+            out = out * torch.sigmoid(gate[0])
         return layer.o_proj(out.to(x.dtype))
 
     def _expanded(self, layer: GatedMLA, kept: LatentCache, q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,16 @@ def test_a_cpu_decodes_the_experts_once_at_load(folders, wide, one_rank) -> None
     assert torch.equal(logits(decoded), logits(wide))
 
 
+def test_joined_projections_decode_what_single_ones_prefill(wide: Decoder) -> None:
+    """A loaded model joins what a decode step multiplies with one input; a prefill goes through every projection."""
+    model = wide.model
+    assert all(hasattr(layer.attention, "joined") for layer in model.layers.values())
+    whole = logits(wide)[:7]
+    cache = new_cache(model.ctx.model, 1, 16, dtype=torch.float32)
+    steps = [wide.step(torch.tensor([token]), cache)[0] for token in PROMPTS[0]]
+    assert torch.allclose(torch.stack(steps), whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
 def test_no_expanded_expert_is_held(folders, one_rank) -> None:  # type: ignore[no-untyped-def]
     kept = decoder_of(folders[0], one_rank, packed=True)
     stacks = [m for m in kept.model.modules() if isinstance(m, PackedStack)]
