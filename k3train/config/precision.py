@@ -44,7 +44,7 @@ class Precision:
     """recipe: a key of RECIPES, or None for no FP8. bf16_parts: what the recipe leaves alone."""
 
     recipe: str | None = None
-    bf16_parts: tuple[str, ...] = ("kda_gates", *NEVER_FP8)
+    bf16_parts: tuple[str, ...] = ("experts", "kda_gates", *NEVER_FP8)
 
     def quantises(self, module: str) -> bool:
         """Whether the products of the module of this name run in FP8."""

@@ -173,9 +173,9 @@ class TrainConfig:
     micro_batch: int = 1  # sequences a rank sees in one forward
     global_batch: int = 8  # sequences in an optimizer step
     precision: str = "auto"  # auto | fp32 | bf16 | fp8_block | fp8_current | mxfp8; auto is bf16 on GPU, fp32 on CPU
-    # FP8 recipes leave these parts in BF16 (k3train.config.precision.PARTS); all but kda_gates always
+    # FP8 recipes leave these parts in BF16 (k3train.config.precision.PARTS); all but the first two always
     bf16_parts: list[str] = field(
-        default_factory=lambda: ["kda_gates", "router", "attention_residuals", "norms", "head"]
+        default_factory=lambda: ["experts", "kda_gates", "router", "attention_residuals", "norms", "head"]
     )
     log_every: int = 1
     eval_every: int = 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
+ALL_FP8 = tuple(part for part in Precision().bf16_parts if part != "experts")
 SIZES = {
     "model.vocab_size": 256, "model.hidden_size": 128, "model.dense_hidden": 256, "model.kda.heads": 4,
     "model.kda.head_dim": 32, "model.mla.heads": 4, "model.mla.q_lora_rank": 64, "model.mla.kv_lora_rank": 64,
@@ -40,15 +42,12 @@ def engine_of(layout: Any, **train: Any) -> MegatronEngine:
 
 
 def batches(config: Any, step: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Tokens that follow a rule three times in four: something to learn, and never all of it."""
+    """Tokens that follow a rule but for jumps: something to learn, and never all of it."""
     length, vocabulary = config.train.micro_batch * config.train.seq_length, config.model.vocab_size
     for m in range(config.train.global_batch // config.train.micro_batch):
         g = torch.Generator().manual_seed(1_000_000 * seed + 10 * step + m)
-        tokens = torch.randint(0, vocabulary, (length + 1,), generator=g)
-        ruled = torch.rand(length + 1, generator=g) < 0.75
-        for t in range(1, length + 1):
-            if ruled[t]:
-                tokens[t] = (5 * tokens[t - 1] + 7) % vocabulary
+        jumps = (torch.rand(length + 1, generator=g) < 0.25) * torch.randint(0, vocabulary, (length + 1,), generator=g)
+        tokens = (jumps + 7).cumsum(0) % vocabulary
         cu = torch.tensor([0, 100, 101, 256, 300, length], dtype=torch.int32)
         mask = torch.ones(length)
         mask[(cu[1:] - 1).long()] = 0.0
@@ -70,7 +69,7 @@ def test_grouped_products_in_fp8_are_near_those_in_bf16(recipe: str) -> None:
     dy = torch.randn(2048, 384, device="cuda", generator=g).bfloat16()
     results = []
     for precision, buffered in ((Precision(), False), (Precision(recipe), False), (Precision(recipe), True)):
-        backend = make_backend("te", CUDA, precision=precision)
+        backend = make_backend("te", CUDA, precision=dataclasses.replace(precision, bf16_parts=ALL_FP8))
         a, w = x.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
         if buffered:
             w.main_grad = torch.ones_like(w, dtype=torch.float32)
@@ -83,7 +82,8 @@ def test_grouped_products_in_fp8_are_near_those_in_bf16(recipe: str) -> None:
     for low in results[1:]:
         errors = [float((b.float() - a.float()).norm() / a.float().norm()) for a, b in zip(results[0], low)]
         print(recipe, [f"{e:.4f}" for e in errors])
-        assert 1e-3 < max(errors) < 0.06, errors
+        # two bits of mantissa in the gradients of fp8_current, three elsewhere
+        assert 1e-3 < max(errors) < (0.08 if recipe == "fp8_current" else 0.05), errors
         assert not low[2][0].any() and not low[2][3].any(), "an expert without rows has no gradient"
 
 
@@ -119,13 +119,13 @@ def test_a_checkpoint_of_one_backend_goes_on_in_the_other(
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
 def test_fp8_trains_like_bf16(one_rank: Any, recipe: str) -> None:
-    steps = range(60)
+    steps = range(40)
     bf16 = train(engine_of(one_rank, precision="bf16"), steps)
-    engine = engine_of(one_rank, precision=recipe, recompute="selective")
+    engine = engine_of(one_rank, precision=recipe, recompute="selective", bf16_parts=list(ALL_FP8))
     low = {n for n, m in engine.models[0].named_modules() if isinstance(m, TEProduct) and m.recipe is not None}
     assert "layers.0.attention.q_proj" in low and "lm_head" not in low and "layers.0.attention.f_a_proj" not in low
     fp8 = train(engine, steps)
-    ends = [sum(x[-15:]) / 15 for x in (bf16, fp8)]
+    ends = [sum(x[-10:]) / 10 for x in (bf16, fp8)]
     print(recipe, f"start {bf16[0]:.3f} {fp8[0]:.3f}, end {ends[0]:.4f} {ends[1]:.4f}")
     assert ends[0] < bf16[0] - 0.5, "bf16 has learnt"
     assert abs(ends[0] - ends[1]) < 0.05
@@ -135,16 +135,16 @@ def test_fp8_trains_like_bf16(one_rank: Any, recipe: str) -> None:
 def test_fp8_with_recomputation_of_layers(one_rank: Any) -> None:
     losses = {}
     for recompute in ("none", "full"):
-        losses[recompute] = train(engine_of(one_rank, precision="fp8_block", recompute=recompute), range(3))
+        losses[recompute] = train(
+            engine_of(one_rank, precision="fp8_block", recompute=recompute, bf16_parts=list(ALL_FP8)), range(3)
+        )
     assert max(abs(a - b) for a, b in zip(losses["none"], losses["full"])) < 1e-3, losses
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
 def test_a_captured_micro_batch_is_the_eager_one(one_rank: Any, precision: str) -> None:
-    parts = ["experts", *Precision().bf16_parts]
     runs = [
-        train(engine_of(one_rank, precision=precision, bf16_parts=parts, cuda_graphs=graphs), range(5))
-        for graphs in ("none", "step")
+        train(engine_of(one_rank, precision=precision, cuda_graphs=graphs), range(5)) for graphs in ("none", "step")
     ]
     print(precision, runs)
     assert max(abs(a - b) for a, b in zip(*runs)) < 5e-3

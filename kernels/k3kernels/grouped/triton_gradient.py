@@ -6,14 +6,19 @@ from torch import Tensor
 
 OUT, IN, ROWS = 128, 128, 64  # of a tile, and the rows of one product
 WARPS, STAGES = 8, 4
+EARLY = False
 
 
 @triton.jit
 def gradient_kernel(
     into_ptr, dy_ptr, x_ptr, ends_ptr,
     OUTS: tl.constexpr, INS: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BR: tl.constexpr, IP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of one expert, E): neighbours share the expert's rows, which then stay in the level-2 cache."""
+    """Grid (tiles of one expert, E): neighbours share the expert's rows, which then stay in the level-2 cache.
+
+    EARLY reads the tile before the products, which hides the reading behind them and takes registers.
+    """
     across = tl.cdiv(INS, BI)
     tile, expert = tl.program_id(0), tl.program_id(1)
     last = tl.load(ends_ptr + expert)
@@ -22,7 +27,11 @@ def gradient_kernel(
         return
     o = (tile // across) * BO + tl.arange(0, BO)
     i = (tile % across) * BI + tl.arange(0, BI)
+    place = into_ptr + expert.to(tl.int64) * OUTS * INS + o.to(tl.int64)[:, None] * INS + i[None, :]
+    inside = (o < OUTS)[:, None] & (i < INS)[None, :]
     total = tl.zeros((BO, BI), tl.float32)
+    if EARLY:
+        before = tl.load(place, mask=inside, other=0.0)
     for row in range(first, last, BR):
         rows = row + tl.arange(0, BR)
         there = (rows < last)[:, None]
@@ -30,9 +39,9 @@ def gradient_kernel(
         dy = tl.load(dy_ptr + at * OUTS + o[None, :], mask=there & (o < OUTS)[None, :], other=0.0)
         x = tl.load(x_ptr + at * INS + i[None, :], mask=there & (i < INS)[None, :], other=0.0)
         total = tl.dot(tl.trans(dy), x, total, input_precision=IP)
-    place = into_ptr + expert.to(tl.int64) * OUTS * INS + o.to(tl.int64)[:, None] * INS + i[None, :]
-    inside = (o < OUTS)[:, None] & (i < INS)[None, :]
-    tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
+    if not EARLY:
+        before = tl.load(place, mask=inside, other=0.0)
+    tl.store(place, before + total, mask=inside)
 
 
 def launch(into: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
@@ -43,5 +52,5 @@ def launch(into: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
     tiles = triton.cdiv(outs, OUT) * triton.cdiv(ins, IN)
     gradient_kernel[(tiles, experts)](
         into, dy, x, ends, OUTS=outs, INS=ins, BO=OUT, BI=IN, BR=ROWS,
-        IP="tf32x3" if x.element_size() == 4 else "tf32", num_warps=WARPS, num_stages=STAGES,
+        IP="tf32x3" if x.element_size() == 4 else "tf32", EARLY=EARLY, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
