@@ -12,7 +12,7 @@ from torch import nn
 from k3train.model.attention_logits import largest_logits
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.parameters import split_by_heads
-from k3train.model.recompute import elementwise
+from k3train.model.recompute import consumed, elementwise
 from k3train.parallel import context as context_parallel
 
 
@@ -97,5 +97,8 @@ class GatedMLA(nn.Module):
             out = self.ctx.backend.attention(q, k, v, stream, self.scale)
         out = out.reshape(out.shape[0], -1)
         if self.ctx.model.mla.output_gate:
-            out = elementwise(self.ctx, "gates", lambda o, gate: o * torch.sigmoid(gate), out, self.g_proj(entered))
+            return consumed(
+                self.ctx, "gates", lambda o, gate: (o * torch.sigmoid(gate)).to(x.dtype), out, self.g_proj(entered),
+                by=self.o_proj,
+            )  # fmt: skip
         return self.o_proj(out.to(x.dtype))

@@ -14,7 +14,7 @@ from k3kernels.kda import kda
 from k3kernels.norm import gated_rms_norm
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.parameters import ParameterSpec, new_parameter, split_by_heads
-from k3train.model.recompute import elementwise
+from k3train.model.recompute import consumed
 from k3train.parallel import context as context_parallel
 
 
@@ -80,8 +80,10 @@ class KDA(nn.Module):
         if self.ctx.probe is not None:
             self.ctx.record(f"log_decay.{self.layer}", self.log_decay(z))
         gate = self.output_gate(x, entered).view(-1, self.heads, self.head_dim)
-        out = elementwise(self.ctx, "gates", self.normed, out, gate)
-        return self.o_proj(out.reshape(out.shape[0], -1))
+        return consumed(
+            self.ctx, "gates", self.normed, out, gate, by=lambda o: self.o_proj(o.reshape(o.shape[0], -1)),
+            fused=out.is_cuda,
+        )  # fmt: skip
 
     def normed(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gated_rms_norm(out, gate, self.o_norm, eps=self.ctx.model.norm_eps)
@@ -91,6 +93,7 @@ class KDA(nn.Module):
         cu_seqlens: torch.Tensor, initial_state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Convolved q, k, v and raw gates [1|-, T, H * K] -> o [T, H, V] and, when probed, states [N, H, K, V]."""
+
         def heads(t: torch.Tensor) -> torch.Tensor:
             return t.view(1, -1, self.heads, self.head_dim)
 

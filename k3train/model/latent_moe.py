@@ -17,7 +17,7 @@ from k3kernels import routing
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.mlp import GatedMLP
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
-from k3train.model.recompute import elementwise
+from k3train.model.recompute import consumed
 from k3train.model.situ import gated_activation
 
 
@@ -144,8 +144,10 @@ class Experts(nn.Module):
         def activate(gate: torch.Tensor, up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
             return gated_activation(self.ctx.model, gate, up, probs)
 
-        hidden = elementwise(self.ctx, "units", activate, linear(z, self.w1, counts), linear(z, self.w3, counts), probs)
-        return linear(hidden, self.w2, counts)
+        return consumed(
+            self.ctx, "units", activate, linear(z, self.w1, counts), linear(z, self.w3, counts), probs,
+            by=lambda hidden: linear(hidden, self.w2, counts), fused=z.is_cuda,
+        )  # fmt: skip
 
 
 class LatentMoE(nn.Module):
@@ -178,7 +180,10 @@ class LatentMoE(nn.Module):
         z = x if moe.latent is None else self.latent_down(x)
         out = self.routed(z, weights, experts)
         if moe.latent is not None:
-            out = self.latent_up(elementwise(self.ctx, "norms", self.latent_norm, out) if moe.latent_norm else out)
+            if moe.latent_norm:
+                out = consumed(self.ctx, "norms", self.latent_norm, out, by=self.latent_up)
+            else:
+                out = self.latent_up(out)
         if moe.shared_experts:
             out = out + self.shared_experts(x)
         return out

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from k3train.model.context import ModelContext
-from k3train.model.recompute import elementwise
+from k3train.model.recompute import consumed
 from k3train.model.situ import gated_activation
 
 
@@ -27,4 +27,6 @@ class GatedMLP(nn.Module):
         """`entered` is x already inside the tensor-parallel region, when the caller has it."""
         x = self.ctx.layout.enter_tensor_parallel(x) if entered is None else entered
         activate = partial(gated_activation, self.ctx.model)
-        return self.down_proj(elementwise(self.ctx, "units", activate, self.gate_proj(x), self.up_proj(x)))
+        return consumed(
+            self.ctx, "units", activate, self.gate_proj(x), self.up_proj(x), by=self.down_proj, fused=x.is_cuda
+        )

@@ -104,6 +104,36 @@ def elementwise(
     return region(ctx, function, *tensors) if policy(ctx, kind) == "recompute" else function(*tensors)
 
 
+def consumed(
+    ctx: ModelContext, kind: str, function: Callable[..., torch.Tensor], *tensors: torch.Tensor,
+    by: Callable[[torch.Tensor], torch.Tensor], fused: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """by(function(*tensors)): `elementwise` whose result is read by one product alone.
+
+    Computed again, neither function's intermediates nor its result are kept: the result's memory is given back once
+    `by` has read it, and filled again when the gradient of what `by` made arrives, before `by` walks back. fused: the
+    function is one kernel that keeps nothing but its inputs.
+    """
+    if policy(ctx, kind) != "recompute" or not torch.is_grad_enabled():
+        return by(function(*tensors))
+    result = function(*tensors) if fused else region(ctx, function, *tensors)
+    out = by(result)
+    if not (result.requires_grad and out.requires_grad):
+        return out
+    storage = result.untyped_storage()
+    size = storage.size()
+    storage.resize_(0)
+
+    def fill(_grad: torch.Tensor) -> None:
+        with torch.no_grad(), _again(ctx):
+            again = function(*(t.detach() for t in tensors))
+        storage.resize_(size)
+        storage.copy_(again.untyped_storage())
+
+    out.register_hook(fill)
+    return out
+
+
 def run_layers(ctx: ModelContext, layers: list[K3Layer], state: DepthState, stream: PackedStream) -> DepthState:
     """The layers in order, in regions of one (full) or of a unit; units are cut at global multiples of four layers."""
     size = {"full": 1, "unit": UNIT}.get(ctx.recompute, 0)

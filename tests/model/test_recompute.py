@@ -167,3 +167,24 @@ def test_offloaded_tensors_come_back_whole() -> None:
     want = 4 * torch.sin(2 * x.detach()) * torch.cos(2 * x.detach())
     torch.testing.assert_close(x.grad, want)
     assert saved < 4 * x.nbytes  # x, y and little else
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_one_product_reads_is_not_kept_and_comes_back(one_rank: Layout, dtype: torch.dtype) -> None:
+    from k3train.model.recompute import consumed
+
+    ctx = build(one_rank, "selective").ctx
+    weight = torch.randn(6, 8, dtype=dtype, requires_grad=True)
+    gate, up = (torch.randn(4, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    seen: list[torch.Tensor] = []
+
+    def product(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden)
+        return torch.nn.functional.linear(hidden, weight)
+
+    for fused in (False, True):
+        out = consumed(ctx, "units", lambda a, b: a.sigmoid() * b, gate, up, by=product, fused=fused)
+        assert seen[-1].untyped_storage().size() == 0
+        got = torch.autograd.grad(out.square().sum(), (gate, up, weight))
+        want = torch.autograd.grad(product(gate.sigmoid() * up).square().sum(), (gate, up, weight))
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
