@@ -154,7 +154,8 @@ def launch(ranks: int, arms: list[str], overrides: list[str], timeout: float) ->
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
             if done.returncode:
-                print(f"{done.stdout[-1500:]}\n{done.stderr[-4000:]}", file=sys.stderr)
+                start = max(done.stderr.find("Traceback"), 0)
+                print(f"{arms}:\n{done.stderr[start : start + 6000]}", file=sys.stderr)
         except subprocess.TimeoutExpired as error:
             print(f"stopped after {error.timeout} s", file=sys.stderr)
         return json.loads(out.read_text()) if out.is_file() else {}
@@ -171,7 +172,9 @@ def main() -> None:
     if args.job:
         worker(json.loads(args.job))
         return
-    results = launch(args.ranks, args.arms.split(","), overrides, args.timeout)
+    results: dict[str, Any] = {}
+    for arm in args.arms.split(","):  # processes of its own: DeepSpeed keeps hold of what it made
+        results |= launch(args.ranks, [arm], overrides, args.timeout)
     print(f"{results.pop('parameters', 0) / 1e9:.2f} B parameters on {args.ranks} ranks")
     print(f"{'':12} {'ms/step':>9} {'tokens/s':>10} {'peak GB':>8} {'held GB':>8} {'built s':>8}  losses")
     for name, r in results.items():
