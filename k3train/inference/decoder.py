@@ -78,6 +78,7 @@ class Decoder:
     def compute(self, flat: torch.Tensor, step: Step, last: bool = True) -> torch.Tensor:
         """The device's part of a forward. Nothing here waits for the device when every sequence has one token."""
         stream = PackedStream(step.cu_seqlens, flat.numel(), attend=step.attend)
+        step.attended = step.cache.lengths + 1
         state = self.model.run_layers(DepthState(partial=self.model.embedding(flat)), stream)
         if last and not step.one_each:
             ends = step.cu_seqlens[1:].long() - 1
@@ -132,6 +133,7 @@ class Step:
             bounds.append(bounds[-1] + n)
         self.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
         self.rows = torch.arange(len(counts), device=device)
+        self.attended = self.rows  # of each sequence, the new token included; set by every forward
 
     def attend(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if isinstance(module, KDA):
@@ -231,6 +233,6 @@ class Step:
         q_nope, q_shared = q.split([mla.nope_dim, mla.shared_dim], dim=-1)
         absorbed = torch.cat([torch.einsum("bhn,hnc->bhc", q_nope, w_k), q_shared], dim=-1)
         mixed = latent_attention(
-            absorbed, kept.latents, self.cache.lengths + 1, values=mla.kv_lora_rank, scale=layer.scale
+            absorbed, kept.latents, self.attended, values=mla.kv_lora_rank, scale=layer.scale
         )
         return torch.einsum("bhc,hvc->bhv", mixed, w_v)

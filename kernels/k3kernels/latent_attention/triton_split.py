@@ -182,8 +182,8 @@ def latent_attention_triton(
         BR=max(16, triton.next_power_of_2(max(1, D - values))), BH=tile.heads, BS=tile.tokens,
         EXACT=q.dtype == torch.float32, WIDE=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    channels = min(128, triton.next_power_of_2(values))
+    channels = min(64, triton.next_power_of_2(values))
     merge_kernel[(B * H, triton.cdiv(values, channels))](
-        part, stats, out, H, splits, C=values, BC=channels, BN=triton.next_power_of_2(splits), STEP=16, num_warps=4
+        part, stats, out, H, splits, C=values, BC=channels, BN=triton.next_power_of_2(splits), STEP=32, num_warps=4
     )
     return out
