@@ -60,8 +60,14 @@ def recall_picture(found: Sequence[Record], file: Path) -> Path:
                 band(axes, counts, rows, COLOURS[name], SHOWN[name])
         axes.set(title=task.replace("_", " "), xlabel=axis, ylim=(-0.02, 1.02))
     panels[0].set_ylabel("accuracy on held-out episodes")
-    panels[0].legend(frameon=False, fontsize=8)
+    drawn.legend(*_entries(panels), loc="outside right upper", frameon=False, fontsize=8)
     return save(drawn, file)
+
+
+def _entries(panels: Sequence[Axes]) -> tuple[list[Any], list[str]]:
+    """Handles and labels of all panels, each label once."""
+    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+    return list(found.values()), list(found)
 
 
 def text_picture(found: Sequence[Record], baseline: Sequence[Record], file: Path) -> Path:
@@ -104,6 +110,9 @@ def ablations_picture(found: Sequence[Record], file: Path) -> Path:
             losses = [final_loss(r) for r in of_departure(found, kind, name)]
             colour = "#1f6fb2" if not arms[name] else "#d9622b"
             axes.plot([i] * len(losses), losses, "o", color=colour, markersize=5, alpha=0.8)
+        low, high = axes.get_ylim()
+        if high - low < 0.15:  # a difference smaller than seeds make should not fill a panel
+            axes.set_ylim((low + high) / 2 - 0.075, (low + high) / 2 + 0.075)
         labels = [name.replace(" (baseline)", "").replace(" ", "\n") for name in arms]
         axes.set_xticks(range(len(arms)), labels, fontsize=7.5)
         axes.set_xlim(-0.5, len(arms) - 0.5)
