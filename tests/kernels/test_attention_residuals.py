@@ -166,7 +166,7 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs one CUDA device")
 class TestOnDevice:
     @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 2e-5), (torch.bfloat16, 1.5e-2)], ids=["fp32", "bf16"])
-    @pytest.mark.parametrize(("n", "d"), [(2, 1792), (5, 1792), (3, 100), (9, 7168)])
+    @pytest.mark.parametrize(("n", "d"), [(2, 1792), (5, 1792), (3, 100), (6, 128), (9, 7168)])
     def test_a_mix_of_real_size(self, n: int, dtype: torch.dtype, tol: float, d: int) -> None:
         def run(kind: torch.dtype, backend: str) -> list[Tensor]:
             sources = [random(1111, d, seed=i, dtype=dtype).to(kind).requires_grad_() for i in range(n)]

@@ -46,10 +46,13 @@ def test_values_and_gradients(N: int, h: int, spread: float, scaled: bool, packe
     assert_close(run(given, torch.float32, "triton", packed=packed), expected, names, 3e-6)
 
 
-def test_an_unbounded_linear_branch() -> None:
+@pytest.mark.parametrize(
+    "betas", [{"linear_beta": None}, {"beta": 1.5}], ids=["an unbounded linear branch", "another bound of the gate"]
+)
+def test_other_bounds(betas: dict[str, float | None]) -> None:
     given = inputs(5, 8, 30.0, scaled=False)
-    expected = run(given, torch.float64, "torch", linear_beta=None)
-    assert_close(run(given, torch.float32, "triton", linear_beta=None), expected, ["y", "dx"], 3e-6)
+    expected = run(given, torch.float64, "torch", **betas)
+    assert_close(run(given, torch.float32, "triton", **betas), expected, ["y", "dx"], 3e-6)
 
 
 def test_only_the_inputs_are_kept() -> None:

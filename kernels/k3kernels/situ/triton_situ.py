@@ -11,34 +11,47 @@ COLUMNS = 1024  # of a tile
 
 
 @triton.jit
-def _tanh(x):
-    """Accurate near zero too, where 1 - e^-2x cancels."""
-    e = tl.exp(-2.0 * tl.abs(x))
+def _saturate(x, slope):
+    """tanh(slope x), accurate near zero too, where 1 - e^-2x cancels; one exponential and one division."""
+    y = slope * x
+    e = tl.exp(-2.0 * tl.abs(y))
     far = (1.0 - e) / (1.0 + e)
-    square = x * x
-    near = x * (1.0 + square * (-0.33333334 + square * (0.13333334 - square * 0.053968254)))
-    return tl.where(tl.abs(x) < 0.15, near, tl.where(x < 0, -far, far))
+    square = y * y
+    near = y * (1.0 + square * (-0.33333334 + square * (0.13333334 - square * 0.053968254)))
+    return tl.where(tl.abs(y) < 0.15, near, tl.where(y < 0, -far, far))
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def _gate(g, slope, HALF: tl.constexpr):
+    """tanh(slope g) and sigmoid(g) with one division; HALF: slope is 1/4, and e^-|g| the square of e^-|g|/2."""
+    y = slope * g
+    e = tl.exp(-2.0 * tl.abs(y))
+    square = e * e if HALF else tl.exp(-tl.abs(g))
+    r = 1.0 / ((1.0 + e) * (1.0 + square))
+    far = (1.0 - e) * (1.0 + square) * r
+    y2 = y * y
+    near = y * (1.0 + y2 * (-0.33333334 + y2 * (0.13333334 - y2 * 0.053968254)))
+    t = tl.where(tl.abs(y) < 0.15, near, tl.where(g < 0, -far, far))
+    s = (1.0 + e) * r * tl.where(g < 0, square, 1.0)
+    return t, s
 
 
 @triton.jit
 def forward_kernel(
-    gate_ptr, up_ptr, scale_ptr, y_ptr, rows, gate_step, up_step, beta, linear_beta,
-    H: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BOUNDED: tl.constexpr, SCALED: tl.constexpr,
+    gate_ptr, up_ptr, scale_ptr, y_ptr, rows, gate_step, up_step, beta, linear_beta, slope, linear_slope,
+    H: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BOUNDED: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(rows / BR), ceil(H / BH)). gate, up [rows, H] with row strides; y [rows, H] contiguous."""
+    """Grid (ceil(rows / BR), ceil(H / BH)). gate, up [rows, H] with row strides; y [rows, H] contiguous.
+    slope, linear_slope: 1 / beta, 1 / linear_beta."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     inside = (row < rows)[:, None] & (column < H)[None, :]
     g = tl.load(gate_ptr + row[:, None] * gate_step + column[None, :], mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + row[:, None] * up_step + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if BOUNDED:
-        u = linear_beta * _tanh(u / linear_beta)
-    y = beta * _tanh(g / beta) * _sigmoid(g) * u
+        u = linear_beta * _saturate(u, linear_slope)
+    t, s = _gate(g, slope, HALF)
+    y = beta * t * s * u
     if SCALED:
         y *= tl.load(scale_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     tl.store(y_ptr + row[:, None] * H + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -47,8 +60,8 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     gate_ptr, up_ptr, scale_ptr, dy_ptr, dgate_ptr, dup_ptr, dscale_ptr, rows, gate_step, up_step, dgate_step, dup_step,
-    beta, linear_beta, blocks,
-    H: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BOUNDED: tl.constexpr, SCALED: tl.constexpr,
+    beta, linear_beta, slope, linear_slope, blocks,
+    H: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BOUNDED: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(rows / BR), blocks of columns), or (ceil(rows / BR), 1) where SCALED: dscale needs whole rows."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -62,17 +75,17 @@ def backward_kernel(
         g = tl.load(gate_ptr + row[:, None] * gate_step + column[None, :], mask=inside, other=0.0).to(tl.float32)
         u = tl.load(up_ptr + row[:, None] * up_step + column[None, :], mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row[:, None] * H + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        t, s = _tanh(g / beta), _sigmoid(g)
+        t, s = _gate(g, slope, HALF)
         act = beta * t * s
-        bounded, slope = u, 1.0
+        bounded, steep = u, 1.0
         if BOUNDED:
-            tu = _tanh(u / linear_beta)
-            bounded, slope = linear_beta * tu, 1.0 - tu * tu
+            tu = _saturate(u, linear_slope)
+            bounded, steep = linear_beta * tu, 1.0 - tu * tu
         if SCALED:
             dscale += tl.sum(dy * act * bounded, 1)
             dy *= scale[:, None]
         dg = dy * bounded * s * ((1.0 - t * t) + beta * t * (1.0 - s))
-        du = dy * act * slope
+        du = dy * act * steep
         kind = dgate_ptr.dtype.element_ty
         tl.store(dgate_ptr + row[:, None] * dgate_step + column[None, :], dg.to(kind), mask=inside)
         tl.store(dup_ptr + row[:, None] * dup_step + column[None, :], du.to(kind), mask=inside)
@@ -81,8 +94,16 @@ def backward_kernel(
 
 
 def _tile(H: int) -> tuple[int, int]:
-    BH = min(COLUMNS, triton.next_power_of_2(H))
+    """Columns and rows of a tile; whole tiles make up a row where its width allows."""
+    power = H & -H
+    BH = min(COLUMNS, power if power >= 128 else triton.next_power_of_2(H))
     return BH, max(1, COLUMNS // BH)
+
+
+def _slopes(beta: float, linear_beta: float | None) -> tuple[float, float, float, float]:
+    """The bounds and their inverses: a kernel would divide every number."""
+    linear = 1.0 if linear_beta is None else linear_beta
+    return beta, linear, 1.0 / beta, 1.0 / linear
 
 
 def forward_triton(gate: Tensor, up: Tensor, scale: Tensor | None, beta: float, linear_beta: float | None) -> Tensor:
@@ -92,8 +113,9 @@ def forward_triton(gate: Tensor, up: Tensor, scale: Tensor | None, beta: float, 
     if y.numel():
         BH, BR = _tile(H)
         forward_kernel[(triton.cdiv(rows, BR), triton.cdiv(H, BH))](
-            gate, up, gate if scale is None else scale, y, rows, gate.stride(0), up.stride(0), beta, linear_beta or 1.0,
-            H=H, BH=BH, BR=BR, BOUNDED=linear_beta is not None, SCALED=scale is not None, num_warps=4,
+            gate, up, gate if scale is None else scale, y, rows, gate.stride(0), up.stride(0),
+            *_slopes(beta, linear_beta), H=H, BH=BH, BR=BR, BOUNDED=linear_beta is not None, SCALED=scale is not None,
+            HALF=beta == 4.0, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -110,8 +132,8 @@ def backward_triton(
         blocks = triton.cdiv(H, BH)
         backward_kernel[(triton.cdiv(rows, BR), blocks if scale is None else 1)](
             gate, up, gate if scale is None else scale, dy, dgate, dup, dy if dscale is None else dscale, rows,
-            gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0), beta, linear_beta or 1.0, blocks, H=H, BH=BH,
-            BR=BR, BOUNDED=linear_beta is not None, SCALED=scale is not None, num_warps=4,
+            gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0), *_slopes(beta, linear_beta), blocks, H=H, BH=BH,
+            BR=BR, BOUNDED=linear_beta is not None, SCALED=scale is not None, HALF=beta == 4.0, num_warps=4,
         )  # fmt: skip
     return dscale
 
