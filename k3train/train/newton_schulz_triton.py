@@ -1,7 +1,7 @@
-"""Symmetric products for Newton-Schulz on a GPU: tiles on and below the diagonal are computed, the others mirrored.
+"""Muon's own kernels on a GPU: symmetric products for Newton-Schulz, and one pass over memory before and after it.
 
-Two of the three products of a step are symmetric, X X^T and the square of that, so that of 4 A^2 B + 2 A^3 FLOPs for an
-A x B matrix about a third is never done.
+Two of the three products of a step are symmetric, X X^T and the square of that: tiles on and below the diagonal are
+computed, the others mirrored, so that of 4 A^2 B + 2 A^3 FLOPs for an A x B matrix about a third is never done.
 """
 
 from __future__ import annotations
@@ -66,3 +66,49 @@ def symmetric_product(
         EVEN=n % TILE == 0 and k % DEPTH == 0, ADD=add is not None, TILE=TILE, DEPTH=DEPTH, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _momentum(grad, buffer, out, size, grad_stride, buffer_stride, momentum, BLOCK: tl.constexpr):
+    """buffer <- grad + momentum buffer and out = grad + momentum buffer (Nesterov), of number program_id(1)."""
+    matrix = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    g = tl.load(grad + matrix * grad_stride + at, mask=inside, other=0.0)
+    b = g + momentum * tl.load(buffer + matrix * buffer_stride + at, mask=inside, other=0.0)
+    tl.store(buffer + matrix * buffer_stride + at, b, mask=inside)
+    tl.store(out + matrix * size + at, (g + momentum * b).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decay_and_add(weight, update, size, weight_stride, decay, alpha, BLOCK: tl.constexpr):
+    """weight <- decay weight + alpha update, of number program_id(1)."""
+    matrix = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    w = tl.load(weight + matrix * weight_stride + at, mask=inside, other=0.0)
+    u = tl.load(update + matrix * size + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(weight + matrix * weight_stride + at, decay * w + alpha * u, mask=inside)
+
+
+BLOCK = 2048
+
+
+def fits(*stacks: torch.Tensor) -> bool:
+    """Whether the one-pass kernels take these stacks [n, A, B] on a GPU: whole rows, one after another in a matrix."""
+    return all(x.is_cuda and x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] for x in stacks)
+
+
+def _grid(stack: torch.Tensor) -> tuple[int, int]:
+    return triton.cdiv(stack[0].numel(), BLOCK), stack.shape[0]
+
+
+def momentum_(grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, momentum: float) -> None:
+    """fp32 stacks grad, buffer [n, A, B] -> buffer in place, and the Nesterov momentum in the contiguous `out`."""
+    size = out[0].numel()
+    _momentum[_grid(out)](grad, buffer, out, size, grad.stride(0), buffer.stride(0), momentum, BLOCK=BLOCK)
+
+
+def decay_and_add_(weight: torch.Tensor, update: torch.Tensor, decay: float, alpha: float) -> None:
+    """weight <- decay weight + alpha update: fp32 [n, A, B] in place, update contiguous in any dtype."""
+    _decay_and_add[_grid(weight)](weight, update, update[0].numel(), weight.stride(0), decay, alpha, BLOCK=BLOCK)

@@ -137,7 +137,7 @@ class PerHeadMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            matrices = [self._momentum(p) for p in group["params"] if p.grad is not None]
+            matrices = [self._matrix(p) for p in group["params"] if p.grad is not None]
             kinds = [([m for m in matrices if not m.spec.expert], self.layout.dp_cp)]
             kinds.append(([m for m in matrices if m.spec.expert], self.layout.expert_dp))
             for of_kind, ranks in kinds:
@@ -151,18 +151,23 @@ class PerHeadMuon(torch.optim.Optimizer):
                             if all(out is not None for out in m.out):
                                 self._apply(m, group["lr"], group["weight_decay"])
                 if share:
+                    for m in of_kind:
+                        if m.owner != ranks.rank() and not m.cut:  # every rank has all momenta
+                            buffer = self.state[m.param]["momentum_buffer"]
+                            torch.add(m.param.grad, buffer, alpha=self.muon.momentum, out=buffer)
                     self._exchange(of_kind, ranks)
                     for m in of_kind:
                         self._apply(m, group["lr"], group["weight_decay"])
 
-    def _momentum(self, p: Tensor) -> Matrix:
+    def _matrix(self, p: Tensor) -> Matrix:
+        """A parameter's turn: its momentum has still to be updated, except where tensor ranks put theirs together."""
         if not self.state[p]:
             self.initialize_state(p)
         buffer = self.state[p]["momentum_buffer"]
-        torch.add(p.grad, buffer, alpha=self.muon.momentum, out=buffer)
         spec: ParameterSpec = p.k3  # type: ignore[attr-defined]
         if not self._cut(spec):
             return Matrix(p, spec, blocks(buffer, spec, self.muon.per_head))
+        torch.add(p.grad, buffer, alpha=self.muon.momentum, out=buffer)
         update = torch.add(p.grad, buffer, alpha=self.muon.momentum)
         parts = [torch.empty_like(update) for _ in range(self.layout.sizes.tensor)]
         dist.all_gather(parts, update.contiguous(), group=self.layout.tp)
@@ -211,23 +216,41 @@ class PerHeadMuon(torch.optim.Optimizer):
         for (m, i), place in zip(batch, stack.split(counts)):
             if m.cut:
                 place.copy_(m.sources[i])
-            else:  # Nesterov
+            else:
                 grad = blocks(m.param.grad, m.spec, self.muon.per_head)[i]  # type: ignore[arg-type]
-                torch.add(grad, m.sources[i], alpha=self.muon.momentum, out=place)
+                self._nesterov(grad, m.sources[i], place)
         for (m, i), out in zip(batch, orthogonalise_(stack, self.muon.ns_steps).split(counts)):
             m.out[i] = out
 
+    def _nesterov(self, grad: Tensor, buffer: Tensor, out: Tensor) -> None:
+        """buffer <- grad + momentum buffer; out = grad + momentum buffer. Stacks [n, A, B]."""
+        momentum = self.muon.momentum
+        if buffer.is_cuda:
+            from k3train.train.newton_schulz_triton import fits, momentum_
+
+            if fits(grad, buffer, out):
+                momentum_(grad, buffer, out, momentum)
+                return
+        torch.add(grad, buffer, alpha=momentum, out=buffer)
+        torch.add(grad, buffer, alpha=momentum, out=out)
+
     def _apply(self, m: Matrix, lr: float, weight_decay: float) -> None:
         """Decay and move one parameter."""
-        m.param.mul_(1.0 - lr * weight_decay)
+        decay = 1.0 - lr * weight_decay
         places = [m.param[None]] if m.cut else blocks(m.param, m.spec, self.muon.per_head)
         for place, out in zip(places, m.out, strict=True):
             assert out is not None
             alpha = -lr * scale_of(out, m.spec, self.muon.scale)
+            if place.is_cuda and not m.cut:
+                from k3train.train.newton_schulz_triton import decay_and_add_, fits
+
+                if fits(place, out):
+                    decay_and_add_(place, out, decay, alpha)
+                    continue
             if m.cut:
                 axis = m.spec.tensor_axis + 1  # type: ignore[operator]
                 out = out.chunk(self.layout.sizes.tensor, dim=axis)[self.layout.tp.rank()]
-            place.add_(out, alpha=alpha)
+            place.mul_(decay).add_(out, alpha=alpha)
         m.out = []
 
     def _exchange(self, matrices: list[Matrix], ranks: dist.ProcessGroup) -> None:

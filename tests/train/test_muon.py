@@ -57,6 +57,34 @@ def check_symmetric_products(device: str, sizes: list[tuple[int, int, int]], dty
             assert float((more - exact).norm() / exact.norm()) < 4e-3
 
 
+def check_one_pass_kernels(device: str) -> None:
+    from k3train.train.newton_schulz_triton import decay_and_add_, fits, momentum_
+
+    generator = torch.Generator().manual_seed(1)
+    grad, buffer, weight = (torch.randn(3, 8, 70, 50, generator=generator).to(device) for _ in range(3))
+    for view in (lambda x: x[:, :, :30].flatten(0, 1), lambda x: x[:, 1]):  # rows of heads; matrices apart
+        g, b, w = (view(x.clone()) for x in (grad, buffer, weight))
+        out = torch.empty(b.shape, dtype=torch.float16, device=device)
+        assert not b.is_cuda or fits(g, b, out, w)
+        want_b = g + 0.95 * b
+        momentum_(g, b, out, 0.95)
+        torch.testing.assert_close(b, want_b)
+        torch.testing.assert_close(out.float(), g + 0.95 * want_b, rtol=2e-3, atol=2e-3)
+        want_w = 0.9 * w - 0.1 * out.float()
+        decay_and_add_(w, out, 0.9, -0.1)
+        torch.testing.assert_close(w, want_w)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+def test_one_pass_kernels_interpreted() -> None:
+    check_one_pass_kernels("cpu")
+
+
+@pytest.mark.gpu
+def test_one_pass_kernels() -> None:
+    check_one_pass_kernels("cuda")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 def test_symmetric_products_interpreted() -> None:
     check_symmetric_products("cpu", [(2, 256, 128), (1, 150, 70)], torch.float16)
