@@ -45,6 +45,29 @@ def test_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, backend: str, chu
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_slices_of_the_vocabulary_make_up_the_whole(backend: str) -> None:
+    if backend == "torch":
+        from k3kernels.linear_cross_entropy.reference import gradient_torch as gradient
+        from k3kernels.linear_cross_entropy.reference import statistics_torch as statistics
+    else:
+        from k3kernels.linear_cross_entropy.triton_softmax import gradient_triton as gradient
+        from k3kernels.linear_cross_entropy.triton_softmax import statistics_triton as statistics
+    logits, labels = 5 * random(6, 30, seed=0).float(), torch.tensor([0, 9, 10, 19, 20, 29], device=DEVICE)
+    parts = [logits[:, first : first + 10].contiguous() for first in (0, 10, 20)]
+    tops, sums, targets = zip(*(statistics(part, labels, 10 * i) for i, part in enumerate(parts)))
+    top = torch.stack(tops).amax(0)
+    lse = top + sum(s * (t - top).exp() for s, t in zip(sums, tops)).log()
+    expected = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(expected, labels, reduction="none")
+    weights = torch.linspace(0.5, 2, 6, device=DEVICE)
+    losses.backward(weights.double())
+    assert_close([lse - sum(targets)], [losses], ["losses"], 1e-6)
+    for i, part in enumerate(parts):
+        gradient(part, labels, lse, weights, 10 * i)
+    assert_close([torch.cat(parts, 1)], [expected.grad], ["gradient"], 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_no_tokens_and_no_counted_tokens(backend: str) -> None:
     for T, ignored in ((0, 0), (3, 3)):
         for weighted in (False, True):
