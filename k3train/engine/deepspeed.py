@@ -163,6 +163,9 @@ class DeepSpeedEngine:
             )  # fmt: skip
         if self.stage == 3:
             self._keep_what_is_recomputed(engine.optimizer.parameter_offload.get_param_coordinator())
+            stay = engine.optimizer.persistent_parameters
+            if stay:  # whole from the start, not from their first use on: that may be by another module's kernel
+                stay[0].all_gather(stay)
         if self.stage == 1 and self.ctx.dtype != torch.float32:
             # micro-batches of bf16 gradients add up in fp32, as stages 2 and 3 do in their buckets by themselves
             engine.optimizer.use_grad_accum_attribute = engine.optimizer.use_separate_grad_accum = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,8 @@ def load_universal(engine: DeepSpeedEngine, folder: Path, *, optimizer: bool) ->
         states = deepspeed_state.state_keys(engine, piece.name) if optimizer else ()
         for key in (universal.WEIGHTS, *states):
             whole = universal.read(folder, piece.name, key)
-            if tuple(whole.shape) != piece.shape:
+            # DeepSpeed's converter flattens what ZeRO-3 had cut
+            if tuple(whole.shape) not in (piece.shape, (math.prod(piece.shape),)):
                 raise CheckpointError(
                     f"{folder}: {key} of {piece.name} has shape {list(whole.shape)}, the model's is "
                     f"{list(piece.shape)}: it was written by another model"

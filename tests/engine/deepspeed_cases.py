@@ -214,3 +214,51 @@ def zero_steps(stage: int, load: str, steps: tuple[int, int]) -> list[tuple[floa
     engine = zero_engine(stage)
     engine.load(Path(load))
     return run(engine, range(*steps))
+
+
+def by_deepspeeds_own_tools(stage: int, folder: str) -> dict[str, Any]:
+    """The same moment saved by this engine, and by DeepSpeed and its converter: what differs, file by file."""
+    from argparse import Namespace
+
+    from deepspeed.checkpoint import ds_to_universal
+
+    from k3train.engine import universal
+
+    _, weights = megatron_engine()
+    engine = zero_engine(stage, None, weights)
+    run(engine, range(2))
+    ours, native, theirs = (Path(folder) / name for name in ("ours", "native", "theirs"))
+    if dist.get_rank() == 0:
+        ours.mkdir()
+    dist.barrier()
+    engine.save(ours, {"step": 2})
+    engine.engine.save_checkpoint(str(native), tag="two", save_latest=False)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in (native / "two").glob("*model_states.pt"):  # megatron's modules list a state that is None
+            saved = torch.load(file, weights_only=False)
+            saved["module"] = {k: v for k, v in saved["module"].items() if v is not None}
+            torch.save(saved, file)
+        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        ds_to_universal.main(
+            Namespace(input_folder=str(native / "two"), output_folder=str(theirs), inject_missing_state=True, **options)
+        )
+        (theirs / universal.ABOUT).write_text((ours / universal.ABOUT).read_text())
+        for name in engine.names if stage == 3 else ():  # its converter leaves the counts in a file of its own
+            step = (ours / universal.file_of(name, "step")).read_bytes()
+            (theirs / universal.file_of(name, "step")).write_bytes(step)
+        for name, buffer in engine.model.named_buffers():  # DeepSpeed keeps them elsewhere
+            if getattr(buffer, "k3", None) is not None:
+                (theirs / universal.FOLDER / name).mkdir(exist_ok=True)
+                torch.save({"param": buffer.detach().clone()}, theirs / universal.file_of(name, "fp32"))
+    dist.barrier()
+    different = []
+    for name, p in engine.names.items():
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            left, right = universal.read(ours, name, key), universal.read(theirs, name, key)
+            if not torch.equal(left, right.view(p.k3.shape)):  # type: ignore[attr-defined]
+                different.append(f"{name}/{key}")
+    after = run(engine, range(2, 4))
+    loaded = zero_engine(stage)
+    loaded.load(theirs)
+    return {"different": different, "compared": 3 * len(engine.names), "goes on": run(loaded, range(2, 4)) == after}

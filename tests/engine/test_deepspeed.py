@@ -74,6 +74,13 @@ def test_a_run_goes_on_under_other_ranks_and_another_stage(tmp_path: Path, optim
             assert one == pytest.approx(other, rel=1e-5), (world, stage)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_checkpoints_are_what_deepspeeds_own_save_and_converter_make(tmp_path: Path, stage: int) -> None:
+    """Every weight and moment bit for bit, and this engine goes on from DeepSpeed's folder."""
+    (seen, _) = pool(2).run(CASES + "by_deepspeeds_own_tools", stage=stage, folder=str(tmp_path), timeout=100)
+    assert not seen["different"] and seen["compared"] > 300 and seen["goes on"], seen
+
+
 def test_a_save_that_one_rank_cannot_finish_fails_on_every_rank_and_seals_nothing(tmp_path: Path) -> None:
     said = pool(2).run(CASES + "failing_save", folder=str(tmp_path), timeout=100)
     assert len(set(said)) == 1 and "rank 1 could not write its part" in said[0] and "No space left" in said[0]
