@@ -11,10 +11,11 @@ from tests.parallel.tiny import SEED, batches, make_engine
 
 
 def continue_run(
-    sizes: dict[str, Any], load: str | None, save: str | None, step: int, steps: int = 1, optimizer: bool = True
-) -> list[RankSeen]:
+    sizes: dict[str, Any], load: str | None, save: str | None, step: int, steps: int = 1, optimizer: bool = True,
+    overrides: dict[str, Any] | None = None,
+) -> list[RankSeen]:  # fmt: skip
     """Load (or start), take `steps` steps from `step` on, save. A loading engine starts from other weights."""
-    engine = make_engine(sizes, seed=SEED if load is None else SEED + 1)
+    engine = make_engine(sizes, overrides, seed=SEED if load is None else SEED + 1)
     if load is not None:
         state = engine.load(Path(load), optimizer=optimizer)
         assert state == {"step": step}

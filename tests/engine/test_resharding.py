@@ -34,6 +34,20 @@ def test_a_run_that_changes_its_layout_every_step_is_the_run_of_one_process(tmp_
         before = str(after)
 
 
+def test_the_momentum_of_muon_reshards(tmp_path: Path) -> None:
+    """Heads and whole matrices cut over tensor ranks, work shared over data-parallel ranks, one process."""
+    muon = {"optim.name": "muon", "optim.muon.ns_dtype": "fp32", "optim.lr": 1e-3}
+    want = one_process(muon)
+    before: str | None = None
+    for step, (world, sizes) in enumerate([(2, {"tensor": 2}), (2, {"data": 2}), (1, {})]):
+        after = tmp_path / f"step{step}"
+        after.mkdir()
+        case = "tests.engine.reshard_cases:continue_run"
+        ranks = pool(world).run(case, sizes=sizes, load=before, save=str(after), step=step, overrides=muon)
+        assert not differences(assemble(ranks), want[step : step + 1])
+        before = str(after)
+
+
 @pytest.mark.parametrize("distributed", [True, False], ids=["sharded optimizer", "plain optimizer"])
 def test_evaluation_after_a_load_gives_the_loss_before_the_save(tmp_path: Path, distributed: bool) -> None:
     (tmp_path / "saved").mkdir()
