@@ -64,19 +64,24 @@ def terms_of_beta(x: dict[str, Tensor], **options: object) -> Tensor:
     return gradient.unflatten(2, (HV, V)).square().sum(-1).sqrt()
 
 
-def check(x: dict[str, Tensor], tol: float = 1e-2, **options: object) -> None:
+def check(x: dict[str, Tensor], tol: float = 1e-2, repeated: bool = False, **options: object) -> None:
     """Everything at tol; dbeta and dA_log relative to the root sum square of their terms, since a sum over all value
-    columns of a token (tokens and channels of a head) may cancel to any size while its terms keep their rounding."""
+    columns of a token (tokens and channels of a head) may cancel to any size while its terms keep their rounding.
+
+    repeated: keys repeat with open gates. Then the rounding of one token reaches the whole chunk, so that the terms' errors
+    add up instead of averaging: the chunked form in fp64 with nothing but the operands of its products rounded to bf16 has
+    0.7-1.4e-2 in dbeta there, 2e-3 with random keys. Both sums get twice the room."""
+    room = 2.0 if repeated else 1.0
     expected, names = outputs_and_gradients(naive, x, torch.float64, **options)
     actual, _ = outputs_and_gradients(kda_triton, x, None, **options)
     pairs = {n: (a, e) for n, a, e in zip(names, actual, expected)}
     a, e = pairs.pop("dA_log")
     terms = pairs["dz"][1] * (x["z"].double() + x["dt_bias"].double())
     scale = terms.square().sum((0, 1, 3)).sqrt() + e.abs()
-    assert ((a.double() - e).abs() <= 2 * tol * scale).all(), f"dA_log: {a} against {e}, terms {scale}"
+    assert ((a.double() - e).abs() <= 2 * room * tol * scale).all(), f"dA_log: {a} against {e}, terms {scale}"
     a, e = pairs.pop("dbeta")
     error = (a.double() - e).norm() / terms_of_beta(x, **options).norm()
-    assert error <= tol, f"dbeta: {error:.2e} of its terms"
+    assert error <= room * tol, f"dbeta: {error:.2e} of its terms"
     assert_close([p[0] for p in pairs.values()], [p[1] for p in pairs.values()], list(pairs), tol)
 
 
@@ -94,7 +99,7 @@ def no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bound", [-5.0, -5.9, None], ids=["bound -5", "bound -5.9", "softplus"])
 def test_explicit_layouts(columns: int, bound: float | None, kind: str) -> None:
-    check(make(kind, 200), bound=bound)
+    check(make(kind, 200), repeated=kind.startswith("repeated"), bound=bound)
 
 
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
