@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     from k3train.ladder.pool import run_all
 
     wanted = [arm for name in args.comparisons for arm in COMPARISONS[name](args.seeds)]
-    wanted.sort(key=lambda arm: arm.seed)  # a run that is cut short still compares
+    # a run that is cut short still compares; the longest arms do not come last
+    wanted.sort(key=lambda arm: (arm.seed, arm.group not in catalogue.LONGER))
     failed = run_all(wanted, args.folder, workers=args.workers, seconds=args.seconds, text=args.text)
     return 1 if failed else 0
 

@@ -10,6 +10,7 @@ TASKS = {
     "multi_query": ("pairs", "recall:multi_query,pairs={}", (2, 4, 6, 8, 12)),
     "overwrite": ("pairs, each written 3 times", "recall:overwrite,pairs={},rewrites=3", (1, 2, 3, 4, 6)),
     "needle": ("noise tokens in between", "recall:needle,pairs=4,distance={}", (4, 8, 16, 32)),
+    "needle_long": ("noise tokens in between, 1,000 steps", "recall:needle,pairs=4,distance={}", (4, 8, 16, 32)),
     "forgetting": ("stale pairs before", "recall:forgetting,pairs=4,stale={}", (0, 4, 8, 16)),
 }
 """Each recall task: what its picture's axis counts, a suite with that count open, and the counts that are asked."""
@@ -18,6 +19,7 @@ TRAINED = {
     "multi_query": "recall:multi_query,pairs=12,easiest=0.08",
     "overwrite": "recall:overwrite,pairs=6,rewrites=3,easiest=0.16",
     "needle": "recall:needle,pairs=4,distance=32,easiest=0.1",
+    "needle_long": "recall:needle,pairs=4,distance=32,easiest=0.1",
     "forgetting": "recall:forgetting,pairs=4,stale=16,easiest=0.1",
 }
 """What a model of each task is trained on: episodes of all sizes from `easiest` of the largest."""
@@ -83,13 +85,24 @@ def suites(task: str) -> tuple[str, ...]:
     return tuple(text.format(count) for count in counts)
 
 
+LONGER = {"needle_long": ("train.steps=1000",)}
+"""Tasks that not every rung learns in the experiment's own steps, once more with more of them, one seed."""
+
+
 def recall(seeds: int) -> list[Arm]:
     """Every rung on every recall task; whole seeds one after the other, so that a cut run still compares."""
     return [
-        Arm(task, name, ("experiment=ladder", f'data.corpus="{TRAINED[task]}"', *mixer(name)), seed, suites(task))
+        Arm(
+            task,
+            name,
+            ("experiment=ladder", f'data.corpus="{TRAINED[task]}"', *LONGER.get(task, ()), *mixer(name)),
+            seed,
+            suites(task),
+        )  # fmt: skip
         for seed in range(1, seeds + 1)
-        for task in TASKS
+        for task in sorted(TASKS, key=lambda task: task not in LONGER)
         for name in MIXERS
+        if seed == 1 or task not in LONGER
     ]
 
 
