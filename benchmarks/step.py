@@ -48,8 +48,6 @@ ARMS: dict[str, list[str]] = {
     "muon": ["optim=muon"],
     "fp8_block": ["train.precision=fp8_block"],
     "fp8_current": ["train.precision=fp8_current"],
-    "fp8_block": ["train.precision=fp8_block", "train.cuda_graphs=none"],
-    "fp8_current": ["train.precision=fp8_current", "train.cuda_graphs=none"],
     "long": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
              "train.recompute=unit", "train.cuda_graphs=none"],
     "data2": ["parallel.data=2"],
