@@ -5,7 +5,7 @@ in registers in between: more rows are in flight for it.
 
     forward    sources -> the mix, normed where asked
     first      the finished sources' part of it for several queries, its unfinished sums leave in fp32; `forward` can
-               begin from them. The order of the additions is the same, so both ways give the same bits.
+               begin from them. The order of the additions is the same, so that both ways round alike.
     backward   one mix: recomputes it from the sources; gradient of the running sum (added to what has arrived), of the
                key and of the norm weight; the gradient g in front of the norm and three numbers a source and token
     collect    once for up to eight mixes: gradients of the block's sources from their g and numbers
