@@ -262,3 +262,15 @@ def by_deepspeeds_own_tools(stage: int, folder: str) -> dict[str, Any]:
     loaded = zero_engine(stage)
     loaded.load(theirs)
     return {"different": different, "compared": 3 * len(engine.names), "goes on": run(loaded, range(2, 4)) == after}
+
+
+def compare_on_the_kernels_path(stage: int) -> list[float]:
+    """Distances of two steps where one call reads the vectors of several modules, as kernels on a GPU do."""
+    from k3train.model import attention_residuals, k3
+
+    real = attention_residuals.uses_kernels
+    attention_residuals.uses_kernels = k3.uses_kernels = lambda source: True  # type: ignore[attr-defined]
+    try:
+        return compare([stage], 2)[stage]
+    finally:
+        attention_residuals.uses_kernels = k3.uses_kernels = real  # type: ignore[attr-defined]

@@ -40,6 +40,11 @@ def test_per_head_muon_is_the_megatron_engines_in_every_stage() -> None:
         assert all(max(steps) <= 1e-5 for steps in seen.values()), seen
 
 
+def test_vectors_that_a_kernel_reads_from_several_modules_are_there_in_stage_3() -> None:
+    for steps in pool(2).run(CASES + "compare_on_the_kernels_path", stage=3, timeout=100):
+        assert max(steps) <= 1e-5, steps
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_recomputation_and_offload_change_nothing(stage: int) -> None:
     """Recomputation gathers parameters inside a backward, which concerns stage 3 alone."""
