@@ -132,7 +132,7 @@ def worker(job: dict[str, Any]) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     install_adam()
     from k3train.engine.megatron import MegatronEngine
-    from k3train.model.backend import Row
+    from k3train.model.backend.local import Row
     from k3train.parallel import layout as layouts
 
     plain = Row.forward
