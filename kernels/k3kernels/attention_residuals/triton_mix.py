@@ -5,7 +5,7 @@ in registers in between: more rows are in flight for it.
 
     forward    sources -> the mix, normed where asked
     first      the finished sources' part of it for several queries, its unfinished sums leave in fp32; `forward` can
-               begin from them. The order of the additions is the same, so that both ways round alike.
+               begin from them. The order of the additions is the same; both ways differ by fp32 rounding.
     backward   one mix: recomputes it from the sources; gradient of the running sum (added to what has arrived), of the
                key and of the norm weight; the gradient g in front of the norm and three numbers a source and token
     collect    once for up to eight mixes: gradients of the block's sources from their g and numbers
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 528  # of the backward: 4 for each of an H100's 132 multiprocessors; fixed, since it fixes the order of sums
+PROGRAMS = 1056  # of the backward: 8 for each of an H100's 132 multiprocessors; fixed, since it fixes the order of sums
 COLUMNS = 512  # of a tile of `collect`
 INTERPRETED = tl.constexpr(
     triton.knobs.runtime.interpret
