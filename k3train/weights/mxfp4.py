@@ -68,23 +68,20 @@ def quantise(weight: Tensor, *, scales: ScaleRule = "even", name: str = "weight"
     if scales not in get_args(ScaleRule):
         raise WeightsError(f"scales={scales!r} is unknown; choose one of {', '.join(get_args(ScaleRule))}")
     rows, shape = _as_rows(weight, name)
-    unusual = None
     if backend == "triton" or (backend == "auto" and weight.is_cuda):
         from k3train.weights import mxfp4_triton
 
-        packed, scale, unusual = mxfp4_triton.quantise_rows(
-            rows.contiguous(), search=scales == "mse", usual=SAFE_SCALE_BYTES
-        )
+        packed, scale = mxfp4_triton.quantise_rows(rows.contiguous(), search=scales == "mse")
     elif backend in ("auto", "torch"):
         packed, scale = _quantise_rows(rows, scales)
     else:
         raise WeightsError(f"backend={backend!r} is unknown; choose auto, torch or triton")
-    if unusual is None or int(unusual):  # the kernel has looked already: one wait for the device, no second pass
-        low, high = torch.stack(torch.aminmax(scale)).tolist() if scale.numel() else SAFE_SCALE_BYTES
-        if high == INVALID_SCALE:
-            _refuse_invalid(rows, scale, shape, name)
-        if low < SAFE_SCALE_BYTES[0] or high > SAFE_SCALE_BYTES[1]:
-            _warn_unusual(scale, name)
+    # One pass over the scales and one wait for the device, unless something is wrong.
+    low, high = torch.stack(torch.aminmax(scale)).tolist() if scale.numel() else SAFE_SCALE_BYTES
+    if high == INVALID_SCALE:
+        _refuse_invalid(rows, scale, shape, name)
+    if low < SAFE_SCALE_BYTES[0] or high > SAFE_SCALE_BYTES[1]:
+        _warn_unusual(scale, name)
     return Packed(packed.view(*shape[:-1], shape[-1] // 2), scale.view(*shape[:-1], shape[-1] // GROUP))
 
 

@@ -46,16 +46,7 @@ def _squared_error(weight, byte, FROM_BF16: tl.constexpr):
 
 @triton.jit
 def _quantise(
-    weight_ptr,
-    packed_ptr,
-    scale_ptr,
-    unusual_ptr,
-    groups,
-    LOW,
-    HIGH,
-    SEARCH: tl.constexpr,
-    FROM_BF16: tl.constexpr,
-    G: tl.constexpr,
+    weight_ptr, packed_ptr, scale_ptr, groups, SEARCH: tl.constexpr, FROM_BF16: tl.constexpr, G: tl.constexpr
 ):
     group = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
     inside = group < groups
@@ -73,26 +64,19 @@ def _quantise(
     even, odd = tl.split(tl.reshape(_codes(weight, byte, FROM_BF16), (G, 16, 2)))
     packed = (even | (odd << 4)).to(tl.uint8)
     tl.store(packed_ptr + group[:, None] * 16 + tl.arange(0, 16)[None, :], packed, mask=inside[:, None])
-    byte = tl.where(invalid, 255, byte)
-    tl.store(scale_ptr + group, byte.to(tl.uint8), mask=inside)
-    unusual = tl.max(tl.where(inside & ((byte < LOW) | (byte > HIGH)), 1, 0), 0)
-    tl.atomic_or(unusual_ptr, 1, mask=unusual > 0)
+    tl.store(scale_ptr + group, tl.where(invalid, 255, byte).to(tl.uint8), mask=inside)
 
 
-def quantise_rows(rows: Tensor, *, search: bool, usual: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous [R, in] bfloat16 or float32 -> packed uint8 [R, in/2], scale uint8 [R, in/32], and int32 [] that is 1
-    where a scale byte lies outside `usual`.
+def quantise_rows(rows: Tensor, *, search: bool) -> tuple[Tensor, Tensor]:
+    """Contiguous [R, in] bfloat16 or float32 -> packed uint8 [R, in/2], scale uint8 [R, in/32].
 
     A group with NaN, Inf or amax >= 1.75 * 2**127 gets scale byte 255; the caller raises. `search` is the rule ``mse``.
     """
     count, width = rows.shape
     packed = torch.empty(count, width // 2, dtype=torch.uint8, device=rows.device)
     scale = torch.empty(count, width // 32, dtype=torch.uint8, device=rows.device)
-    unusual = torch.zeros((), dtype=torch.int32, device=rows.device)
     if scale.numel():
         grid = (triton.cdiv(scale.numel(), GROUPS_PER_PROGRAM),)
         from_bf16 = rows.dtype == torch.bfloat16
-        _quantise[grid](
-            rows, packed, scale, unusual, scale.numel(), *usual, search, from_bf16, GROUPS_PER_PROGRAM, num_warps=4
-        )
-    return packed, scale, unusual
+        _quantise[grid](rows, packed, scale, scale.numel(), search, from_bf16, GROUPS_PER_PROGRAM, num_warps=4)
+    return packed, scale

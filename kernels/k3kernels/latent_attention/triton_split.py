@@ -159,6 +159,13 @@ def merge_kernel(
     tl.store(out_ptr + row * C + channel, (acc / total).to(out_ptr.dtype.element_ty), mask=in_c)
 
 
+def splits_that_fill(rows: int, programs: int) -> int:
+    """Programs to share each of `rows` among, so that the last of as few turns of `programs` as possible is full."""
+    shares = {turns: max(1, turns * programs // rows) for turns in range(1, 9)}
+    used = {turns: rows * n / (-(-rows * n // programs) * programs) for turns, n in shares.items()}
+    return next((shares[turns] for turns in used if used[turns] >= 0.95), shares[max(used, key=lambda t: used[t])])
+
+
 def latent_attention_triton(
     q: Tensor, latents: Tensor, lengths: Tensor, values: int, scale: float, tile: Tile | None = None
 ) -> Tensor:
@@ -172,7 +179,7 @@ def latent_attention_triton(
     tile = tile or default_tile(H, q.dtype)
     q = q.contiguous()
     blocks = triton.cdiv(H, tile.heads)
-    splits = max(1, min(triton.cdiv(S, tile.tokens), round(tile.programs / (B * blocks)), 1024))
+    splits = max(1, min(triton.cdiv(S, tile.tokens), splits_that_fill(B * blocks, tile.programs), 1024))
     part = torch.empty(B, splits, H, values, dtype=torch.float32, device=q.device)
     stats = torch.empty(B, splits, H, 2, dtype=torch.float32, device=q.device)
     kernel = wide_split_kernel if tile.heads >= 64 else split_kernel
