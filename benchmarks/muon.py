@@ -140,14 +140,14 @@ def sweep(named: list[tuple[str, Any]], layout: layouts.Layout, device: torch.de
     """Milliseconds of all matrices by how many elements are iterated on at once, with products by half and in full."""
     params = filled(named, device)
     optimizer = PerHeadMuon(params, lr=1e-3, weight_decay=0.1, muon=MuonConfig(), layout=layout)
-    cached, several = optimizers.CACHED, optimizers.SEVERAL_TILES
-    for optimizers.CACHED in (1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 28):
+    piece, several = optimizers.PIECE, optimizers.SEVERAL_TILES
+    for optimizers.PIECE in (1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 28):
         times = []
         for optimizers.SEVERAL_TILES in (several, 1 << 30):
             optimizer.step()
             times.append(_clock(optimizer.step, device, 3))
-        print(f"{optimizers.CACHED:>10} elements at once: {times[0]:.1f} ms, in full {times[1]:.1f} ms", flush=True)
-    optimizers.CACHED, optimizers.SEVERAL_TILES = cached, several
+        print(f"{optimizers.PIECE:>10} elements at once: {times[0]:.1f} ms, in full {times[1]:.1f} ms", flush=True)
+    optimizers.PIECE, optimizers.SEVERAL_TILES = piece, several
 
 
 def adamw(named: list[tuple[str, Any]], device: torch.device, steps: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ QUINTIC = (
 for five steps. Its own function takes fp32 and returns fp32; memory traffic is half of the cost of this optimizer."""
 SEVERAL_TILES = 384
 BATCH = 1 << 28  # elements of momentum that are put together at once
-CACHED = 1 << 23  # elements of a stack that are orthogonalised at once: what a GPU's cache has room for, nearly
+PIECE = 1 << 28  # elements that are iterated on at once: fewer take longer on an H200 (docs/recipe.md)
 
 
 def is_muon(name: str, spec: ParameterSpec, muon: MuonConfig) -> bool:
@@ -70,7 +70,7 @@ def orthogonalise_(stack: Tensor, steps: int) -> Tensor:
 
     X <- a X + (b G + c G^2) X with G = X X^T, on the shorter side; singular values end between 0.7 and 1.2.
     """
-    for part in stack.split(max(1, CACHED // stack[0].numel())):
+    for part in stack.split(max(1, PIECE // stack[0].numel())):
         _newton_schulz_(part, steps)
     return stack
 

@@ -163,7 +163,7 @@ def test_small_batches_make_the_same_update(one_rank: Any, monkeypatch: pytest.M
 
     whole = updated()
     monkeypatch.setattr(optimizer, "BATCH", 50)
-    monkeypatch.setattr(optimizer, "CACHED", 40)
+    monkeypatch.setattr(optimizer, "PIECE", 40)
     for a, b in zip(whole, updated()):
         torch.testing.assert_close(a, b)
 
