@@ -40,6 +40,7 @@ TOKEN = gl.constexpr(gl.SliceLayout(0, TILE.value))
 CHANNEL = gl.constexpr(gl.SliceLayout(1, TILE.value))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+FLAT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 STAGE = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 MATRIX = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=2, max_phase=4, order=[1, 0]))
 # fp32 [channels, tokens] written and read in TILE: the 8 channels of a warp's access fall on different banks
@@ -125,14 +126,9 @@ def _store(ptr, off, x, live):
 
 
 @gluon.jit
-def _row(ptr):
-    return gl.expand_dims(gl.load(ptr + gl.arange(0, 32, TOKEN)), 0)
-
-
-@gluon.jit
-def _row_again(ptr):
-    """The same, for a second use: another cache modifier keeps the compiler from holding the first one in registers."""
-    return gl.expand_dims(gl.load(ptr + gl.arange(0, 32, TOKEN), cache_modifier=".ca"), 0)
+def _row(rows_s, R: gl.constexpr, H: gl.constexpr):
+    """Row scalar R (see vside.py) of half H, for TILE."""
+    return gl.expand_dims(rows_s.slice(64 * R + 32 * H, 32).load(TOKEN), 0)
 
 
 @gluon.jit
@@ -156,7 +152,7 @@ def _half(
     p0,
     p1,
     p2,
-    rp,
+    rows_s,
     dq_ptr,
     dk_ptr,
     dz_ptr,
@@ -181,8 +177,8 @@ def _half(
     decay of the other half, which lies before half 1 and after half 0."""
     LEVELS: gl.constexpr = 1 if BS == 32 else 3
     up, first, last, end = _factors(g_s.index(H).load(TILE), maps, BS)
-    q = _load(q_s, H) * _row(rp + 64)
-    k = _load(k_s, H) * _row(rp + 128)
+    q = _load(q_s, H) * _row(rows_s, 1, H)
+    k = _load(k_s, H) * _row(rows_s, 2, H)
     start = first
     finish = last
     if H == 1:
@@ -207,9 +203,9 @@ def _half(
         dq, dk, dG = _block(q, k, x, x, mats.index(m + 2), mats.index(m + 3), dq, dk, dG)
         x = exp2(-gl.abs(_map(g, maps.index(3).load(RIGHT), gl.float16)))
         dq, dk, dG = _block(q, k, x, x, mats.index(m + 4), mats.index(m + 5), dq, dk, dG)
-    a_d = _row(rp + 320)
-    _store(dq_ptr, oo, (dq + a_d * k - q * _row(rp + 192)) * _row_again(rp + 64), live)
-    _store(dk_ptr, oo, (dk + a_d * q - k * _row(rp + 256)) * _row_again(rp + 128), live)
+    a_d = _row(rows_s, 5, H)
+    _store(dq_ptr, oo, (dq + a_d * k - q * _row(rows_s, 3, H)) * _row(rows_s, 1, H), live)
+    _store(dk_ptr, oo, (dk + a_d * q - k * _row(rows_s, 4, H)) * _row(rows_s, 2, H), live)
     sum_dG = gl.expand_dims(gl.sum(dG, axis=1), 1)
     dg = _map(dG, sums.index(0).load(RIGHT), gl.bfloat16) + carry
     dg += _map(k * (_load(p2, H) * finish), sums.index(1).load(RIGHT), gl.bfloat16)
@@ -320,6 +316,9 @@ def kside_hopper_kernel(
     z_s = _stage(z_ptr, z_st, rows, cols, copied)
     k_s = _stage(k_ptr, k_st, rows, cols, copied)
     p2 = _stage(pp + 128 * K, K, rows, cols, rows < 64)
+    flat = gl.arange(0, 512, FLAT)
+    rows_s = gl.allocate_shared_memory(gl.float32, [512], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    async_copy.async_copy_global_to_shared(rows_s, row_ptr + tile * 512 + flat)
     async_copy.commit_group()
     mi = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, COPY)), 1)
     mj = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, COPY)), 0)
@@ -353,7 +352,6 @@ def kside_hopper_kernel(
     rate = gl.exp2(gl.minimum(gl.load(A_log_ptr + hv).to(gl.float32) * LOG2E, 99.0))
     bias = gl.expand_dims(gl.load(bias_ptr + hv * K + dc).to(gl.float32), 1)
     w = gl.expand_dims(gl.load(w_ptr + tile * K + dc), 1)
-    rp = row_ptr + tile * 512
     # token maps: rows are summed over, columns are results
     maps = gl.allocate_shared_memory(gl.float16, [1 if BS == 32 else 4, 32, 32], MATRIX)
     upto = gl.where(mi <= mj, 1.0, 0.0)
@@ -375,7 +373,7 @@ def kside_hopper_kernel(
     g0 = _gate(z_s, 0, bias, tail0, rate, bound, BOUNDED)
     g_s.index(0).store(g0)
     u0, f0, last0, end0 = _factors(g0, maps, BS)
-    kl = _load(k_s, 0) * _row(rp + 128) * last0
+    kl = _load(k_s, 0) * _row(rows_s, 2, 0) * last0
     kd0 = gl.expand_dims(gl.sum(kl * _load(p2, 0), axis=1), 1) * exp2(end1)
     async_copy.wait_group(0)
     gl.thread_barrier()
@@ -387,7 +385,7 @@ def kside_hopper_kernel(
         p0,
         p1,
         p2,
-        rp + 32,
+        rows_s,
         dq_ptr + 32 * HV * K,
         dk_ptr + 32 * HV * K,
         dz_ptr + 32 * HV * K,
@@ -416,7 +414,7 @@ def kside_hopper_kernel(
         p0,
         p1,
         p2,
-        rp,
+        rows_s,
         dq_ptr,
         dk_ptr,
         dz_ptr,

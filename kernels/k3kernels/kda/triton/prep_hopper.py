@@ -24,6 +24,8 @@ STAGE = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, or
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 # the fp32 decays of a half in the place of the raw gates: a thread's 16-byte pieces of two token groups on different banks
 KEPT = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=2, order=[1, 0]))
+SQUARE = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=2, max_phase=4, order=[1, 0]))
+QUARTER = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
@@ -87,8 +89,10 @@ def _merge(acc, a8, a16, i, j):
 @gluon.jit
 def _sums(g):
     """Per channel, over the half's tokens: the first 16, and all."""
-    early = gl.expand_dims(gl.arange(0, 32, TOKEN), 1) < 16
-    return (gl.expand_dims(gl.sum(gl.where(early, g, 0.0), axis=0), 0), gl.expand_dims(gl.sum(g, axis=0), 0))
+    x = gl.sum(gl.reshape(g, [2, 16, 128]), axis=1)
+    first = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, x.type.layout)), 1) == 0
+    early = gl.convert_layout(gl.sum(gl.where(first, x, 0.0), axis=0), CHANNEL)
+    return gl.expand_dims(early, 0), gl.expand_dims(gl.convert_layout(gl.sum(x, axis=0), CHANNEL), 0)
 
 
 @gluon.jit
@@ -276,17 +280,27 @@ def prep_hopper_kernel(
         a16 = _level(q, k, g1, queries, keys, zero, 16)
         acc1 = _merge(acc1, _level(q, k, g1, queries, keys, zero, 8), a16, i % 32, j)
 
-    ao = tile * 4096 + (i * 64 + j)
-    query = i + j * 0 < 32
-    gl.store(A_ptr + ao, gl.where(i >= j, acc0, 0.0).to(gl.bfloat16), mask=query)
-    gl.store(A_ptr + ao + 32, (zero * 0.0).to(gl.bfloat16), mask=query)
-    gl.store(A_ptr + ao + 2048, accx.to(gl.bfloat16), mask=query)
-    gl.store(A_ptr + ao + 2080, gl.where(i >= j, acc1, 0.0).to(gl.bfloat16), mask=query)
-    lo = tile * 3072 + (i * 32 - 1024 + j)
-    key = i + j * 0 >= 32
-    gl.store(L_ptr + lo, gl.where(i - 32 > j, acc0, 0.0).to(gl.float16), mask=key)
-    gl.store(L_ptr + lo + 1024, gl.where(i - 32 > j, acc1, 0.0).to(gl.float16), mask=key)
-    gl.store(L_ptr + lo + 2048, accx.to(gl.float16), mask=key)
+    # queries' rows become A, keys' rows L; both leave in 16-byte stores through buffers that are no longer needed
+    a_s = across._reinterpret(gl.bfloat16, [3, 64, 32], SQUARE)
+    l_s = queries._reinterpret(gl.float16, [3, 64, 32], SQUARE)
+    gl.thread_barrier()
+    a_s.index(0).store(bf16(gl.where(i >= j, acc0, 0.0)))
+    a_s.index(1).store(bf16(gl.where(i >= j, acc1, 0.0)))
+    a_s.index(2).store(bf16(accx))
+    l_s.index(0).store(gl.where(i - 32 > j, acc0, 0.0).to(gl.float16))
+    l_s.index(1).store(gl.where(i - 32 > j, acc1, 0.0).to(gl.float16))
+    l_s.index(2).store(accx.to(gl.float16))
+    gl.thread_barrier()
+    ri = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, QUARTER)), 1)
+    rj = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, QUARTER)), 0)
+    ao = tile * 4096 + (ri * 64 + rj)
+    gl.store(A_ptr + ao, a_s.index(0).slice(0, 32).load(QUARTER))
+    gl.store(A_ptr + ao + 32, gl.full([32, 32], 0.0, gl.bfloat16, QUARTER))
+    gl.store(A_ptr + ao + 2048, a_s.index(2).slice(0, 32).load(QUARTER))
+    gl.store(A_ptr + ao + 2080, a_s.index(1).slice(0, 32).load(QUARTER))
+    lo = tile * 3072 + (ri * 32 + rj)
+    for m in gl.static_range(3):
+        gl.store(L_ptr + lo + 1024 * m, l_s.index(m).slice(32, 32).load(QUARTER))
 
 
 @triton.jit

@@ -29,6 +29,31 @@ def _fetch(ptr, st, R: gl.constexpr, n):
     return s
 
 
+@gluon.jit
+def _rows(ptr, st, R: gl.constexpr, n):
+    """16 rows from R on; rows from n on are zeros."""
+    r = gl.expand_dims(R + gl.arange(0, 16, ROW), 1)
+    c = gl.expand_dims(gl.arange(0, 128, COL), 0)
+    return gl.load(ptr + (r * st + c), mask=r < n, other=0.0)
+
+
+@gluon.jit
+def _row_sums(R: gl.constexpr, v, o, beta, do_s, Y_s, vn_s, row_ptr, db_ptr, dv_ptr, n, HV, scale):
+    """Row scalars, dbeta and dv of 16 rows."""
+    t = R + gl.arange(0, 16, ROW)
+    do = fp32(do_s.slice(R, 16).load(ROWS))
+    Y = fp32(Y_s.slice(R, 16).load(ROWS))
+    vn = fp32(vn_s.slice(R, 16).load(ROWS))
+    y_vn = gl.sum(Y * vn, axis=1)
+    gl.store(row_ptr + 192 + t, gl.sum(fp32(o) * do, axis=1))
+    gl.store(row_ptr + 256 + t, 2.0 * y_vn - beta * gl.sum(Y * fp32(v), axis=1))
+    gl.store(row_ptr + 320 + t, gl.sum(do * vn, axis=1) * scale)
+    gl.store(db_ptr + t * HV, ((1.0 - beta) * y_vn).to(db_ptr.dtype.element_ty), mask=t < n)
+    r = gl.expand_dims(t, 1)
+    c = gl.expand_dims(gl.arange(0, 128, COL), 0)
+    gl.store(dv_ptr + (r * (HV * 128) + c), bf16(Y * gl.expand_dims(beta, 1)), mask=r < n)
+
+
 @gluon.jit(do_not_specialize=["T", "NT", "HV"])
 def vside_hopper_kernel(
     v_ptr,
@@ -93,6 +118,24 @@ def vside_hopper_kernel(
     dS_s = _fetch(dS_ptr + tile * 16384, 128, 128, 128)
     async_copy.commit_group()
 
+    # what does not feed a product goes to registers, all under way before the first is needed: stores in between would
+    # keep the compiler from asking early
+    b0 = gl.load(row_ptr + gl.arange(0, 16, ROW))
+    b1 = gl.load(row_ptr + 16 + gl.arange(0, 16, ROW))
+    b2 = gl.load(row_ptr + 32 + gl.arange(0, 16, ROW))
+    b3 = gl.load(row_ptr + 48 + gl.arange(0, 16, ROW))
+    beta_s = gl.expand_dims(gl.load(row_ptr + gl.arange(0, 64, gl.SliceLayout(1, SQUARE))), 1)
+    beta_p = gl.expand_dims(gl.load(row_ptr + gl.arange(0, 64, gl.SliceLayout(1, PANEL))), 1)
+    gam = gl.load(gam_ptr + tile * 128 + gl.arange(0, 128, COL))
+    v0 = _rows(v_ptr, v_st, 0, n)
+    o0 = _rows(o_ptr, HV * 128, 0, n)
+    v1 = _rows(v_ptr, v_st, 16, n)
+    o1 = _rows(o_ptr, HV * 128, 16, n)
+    v2 = _rows(v_ptr, v_st, 32, n)
+    o2 = _rows(o_ptr, HV * 128, 32, n)
+    v3 = _rows(v_ptr, v_st, 48, n)
+    o3 = _rows(o_ptr, HV * 128, 48, n)
+
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, SQUARE)), 1)
     j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, SQUARE)), 0)
     square = gl.full([64, 64], 0.0, gl.float32, SQUARE)
@@ -103,32 +146,18 @@ def vside_hopper_kernel(
     dA = warpgroup_mma(do_s, vn_s.permute([1, 0]), square, use_acc=False, is_async=True)
     dL = warpgroup_mma(Y_s, vn_s.permute([1, 0]), square, use_acc=False, is_async=True)
 
-    # row sums, 16 rows at a time
     c = gl.expand_dims(gl.arange(0, 128, COL), 0)
-    for r0 in gl.static_range(0, 64, 16):
-        t = r0 + gl.arange(0, 16, ROW)
-        r = gl.expand_dims(t, 1)
-        live = r < n
-        v = fp32(gl.load(v_ptr + (r * v_st + c), mask=live, other=0.0))
-        o = fp32(gl.load(o_ptr + (r * (HV * 128) + c), mask=live, other=0.0))
-        beta = gl.load(row_ptr + t)
-        do = fp32(do_s.slice(r0, 16).load(ROWS))
-        Y = fp32(Y_s.slice(r0, 16).load(ROWS))
-        vn = fp32(vn_s.slice(r0, 16).load(ROWS))
-        y_vn = gl.sum(Y * vn, axis=1)
-        gl.store(row_ptr + 192 + t, gl.sum(o * do, axis=1))
-        gl.store(row_ptr + 256 + t, 2.0 * y_vn - beta * gl.sum(Y * v, axis=1))
-        gl.store(row_ptr + 320 + t, gl.sum(do * vn, axis=1) * scale)
-        gl.store(db_ptr + t * HV, ((1.0 - beta) * y_vn).to(db_ptr.dtype.element_ty), mask=t < n)
-        gl.store(dv_ptr + (r * (HV * 128) + c), bf16(Y * gl.expand_dims(beta, 1)), mask=live)
+    _row_sums(0, v0, o0, b0, do_s, Y_s, vn_s, row_ptr, db_ptr, dv_ptr, n, HV, scale)
+    _row_sums(16, v1, o1, b1, do_s, Y_s, vn_s, row_ptr, db_ptr, dv_ptr, n, HV, scale)
+    _row_sums(32, v2, o2, b2, do_s, Y_s, vn_s, row_ptr, db_ptr, dv_ptr, n, HV, scale)
+    _row_sums(48, v3, o3, b3, do_s, Y_s, vn_s, row_ptr, db_ptr, dv_ptr, n, HV, scale)
 
     dA, dL = warpgroup_mma_wait(0, deps=[dA, dL])
-    beta = gl.expand_dims(gl.load(row_ptr + gl.arange(0, 64, gl.SliceLayout(1, SQUARE))), 1)
     block = gl.where(i < 32, 0, gl.where(j < 32, 2, 1))
     bo = tile * 3072 + (block * 1024 + (i % 32) * 32 + j % 32)
     keep = (i >= 32) | (j < 32)
     gl.store(dA_ptr + bo, bf16(gl.where(i > j, dA * scale, 0.0)), mask=keep)
-    gl.store(dL_ptr + bo, bf16(gl.where(i > j, dL * -beta, 0.0)), mask=keep)
+    gl.store(dL_ptr + bo, bf16(gl.where(i > j, dL * -beta_s, 0.0)), mask=keep)
 
     async_copy.wait_group(0)
     fence_async_shared()
@@ -139,12 +168,11 @@ def vside_hopper_kernel(
     for r0 in gl.static_range(0, 128, 16):
         acc += fp32(h_s.slice(r0, 16).load(ROWS)) * fp32(dS_s.slice(r0, 16).load(ROWS))
     d = gl.arange(0, 128, COL)
-    gl.store(w_ptr + tile * 128 + d, gl.sum(acc, axis=0) * gl.load(gam_ptr + tile * 128 + d))
+    gl.store(w_ptr + tile * 128 + d, gl.sum(acc, axis=0) * gam)
     P0, P1 = warpgroup_mma_wait(0, deps=[P0, P1])
     gl.thread_barrier()
-    beta = gl.expand_dims(gl.load(row_ptr + gl.arange(0, 64, gl.SliceLayout(1, PANEL))), 1)
     h_s.slice(0, 64).store(bf16(P0 * scale))
-    h_s.slice(64, 64).store(bf16(P1 * -beta))
+    h_s.slice(64, 64).store(bf16(P1 * -beta_p))
     P2 = warpgroup_mma(vn_s, dS_s, panel, use_acc=False, is_async=True)
     gl.thread_barrier()
     for r0 in gl.static_range(0, 128, 32):
