@@ -99,7 +99,8 @@ def _record(layer: Any, record: dict[str, Any]) -> list[Any]:
         record["input"], record["output"] = arguments, output
 
     def router(_module: Any, _arguments: Any, output: Any) -> None:
-        record["selected"] = dense(*output, layer.moe.router.bias.numel())[1]
+        weights, experts = output
+        record["selected"] = dense(weights, experts, layer.moe.router.bias.numel())[1]
 
     return [layer.moe.register_forward_hook(moe), layer.moe.router.register_forward_hook(router)]
 

@@ -63,7 +63,7 @@ def _sums(t, K: tl.constexpr):
         elif G == 2:
             sums = tl.reduce(group, 0, _add2)
         else:
-            sums = (tl.sum(group[0], 0),)
+            sums = (tl.sum(group[0], 0),)  # type: ignore[misc]
         found = found + sums
     return found
 
