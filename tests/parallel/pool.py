@@ -144,6 +144,8 @@ def leave_with(session: int) -> None:
 
 def serve(pipe: Connection, rank: int, world: int, folder: str, generation: int, session: int) -> None:
     """The life of one rank: a process group of its own for every case."""
+    # The fork server is one for the process: another test's may have started it with other imports.
+    importlib.import_module("tests.parallel.preload")
     import torch
     import torch.distributed as dist
 
