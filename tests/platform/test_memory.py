@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+# Left alone, glibc sometimes keeps blocks by itself: what lies at the heap's end decides, which differs from run to run.
+# So both programs start where large blocks are always mapped apart.
 PROGRAM = """
-import resource, sys
+import ctypes, resource, sys
 import torch
 from k3train.platform import keep_freed_memory
+MMAP_THRESHOLD = -3
+assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 17)
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def churn():
