@@ -94,6 +94,7 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_folder(fake: Any) -> None:
     assert not any(".hydra" in f or f.endswith(".log") for f in fake.files())
 
 
+@pytest.mark.ops
 def test_a_failed_job_does_not_stop_the_sweep_and_shows_in_the_code(fake: Any) -> None:
     done = fake.run("train", "-m", "model.kda.decay_bound=-5,-7")
     assert done.returncode == 2
@@ -102,6 +103,7 @@ def test_a_failed_job_does_not_stop_the_sweep_and_shows_in_the_code(fake: Any) -
     assert "k3_tiny-model.kda.decay_bound=-5: done" in done.stdout
 
 
+@pytest.mark.ops
 def test_a_job_of_two_ranks_starts_them(fake: Any) -> None:
     done = fake.run("train", "-m", "parallel.data=2", "train.micro_batch=1", "train.steps=3,4")
     assert done.returncode == 0, done.stderr

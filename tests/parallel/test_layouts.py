@@ -35,11 +35,9 @@ LAYOUTS: list[Case] = [
     # one sequence a micro-batch, so that documents cross the borders of context-parallel ranks
     (2, {"context": 2}, {"train.micro_batch": 1}),
     (4, {"context": 4}, {"train.micro_batch": 1}),
-    (4, {"context": 4}, {"train.micro_batch": 1, "model.kda.decay_bound": None}),
     (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1}),
     (4, {"context": 2, "pipeline": 2, "transport": "padded"}, {"train.micro_batch": 1}),
     (4, {"context": 2, "data": 2}, {"train.micro_batch": 1}),
-    (4, {"context": 2, "expert": 2}, {"train.micro_batch": 1}),
     (4, {"context": 2, "expert": 4}, {"train.micro_batch": 1}),  # experts over data x context ranks
     (2, {"context": 2}, {}),
     (4, {"pipeline": 4}, {}),
@@ -69,6 +67,10 @@ LAYOUTS: list[Case] = [
     (4, {"pipeline": 2, "expert": 2, "distributed_optimizer": False}, {}),
     (2, {"tensor": 2, "distributed_optimizer": False, "overlap_grad_reduce": True}, {}),
 ]
+SLOW: list[Case] = [  # half a minute each
+    (4, {"context": 4}, {"train.micro_batch": 1, "model.kda.decay_bound": None}),
+    (4, {"context": 2, "expert": 2}, {"train.micro_batch": 1}),
+]
 
 
 def name(case: Case) -> str:
@@ -86,7 +88,10 @@ def test_no_selection_hangs_on_rounding() -> None:
     assert min(gaps) >= 1e-5
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=name)
+CASES = [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.ops) for case in SLOW)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: name(case))
 def test_layout_trains_what_one_process_trains(case: Case) -> None:
     world, sizes, overrides = case
     seen = train(world, sizes, overrides)

@@ -14,13 +14,13 @@ LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"pipeline": 2, "virtual": 2}, {}),
     (2, {"context": 2}, {"train.micro_batch": 1}),
     (2, {"data": 2}, {"train.recompute": "full"}),
-    (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1, "train.recompute": "unit"}),
     (4, {"pipeline": 2, "expert": 2, "transport": "padded"}, {}),
     (2, {"data": 2}, {"optim.qk_clip": 0.45}),
 ]
+SLOW = (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1, "train.recompute": "unit"})
 
 
-@pytest.mark.parametrize(("world", "sizes", "overrides"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("world", "sizes", "overrides"), [*LAYOUTS, pytest.param(*SLOW, marks=pytest.mark.ops)], ids=str)
 def test_the_further_layer_trains_as_in_one_process(
     world: int, sizes: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
