@@ -73,7 +73,9 @@ def test_training_survives_a_signal_a_preemption_and_a_killed_rank(desk: Desk) -
     assert losses(desk, "stopped") == losses(desk, "straight")
     log = desk.log("stopped")
     assert [f"start {n}" in log for n in range(4)] == [True] * 4
-    assert "Stopped (SIGUSR1)" in log and "Stopped (SIGTERM)" in log and log.count("resuming ") == 3
+    # every rank is sent TERM, and the other one's may be the first to be heard
+    preempted = "Stopped (SIGTERM)" in log or "Stopped (another rank asked to stop)" in log
+    assert "Stopped (SIGUSR1)" in log and preempted and log.count("resuming ") == 3
     wandb = [p.name.rpartition("-")[2] for p in (desk.folder / "runs/stopped/wandb").glob("offline-run-*")]
     assert len(wandb) == 4 and len(set(wandb)) == 1, "one W&B id for the life of the run"
     assert sum(r.get("event") == "resume" for r in records(desk, "stopped")) == 3
