@@ -16,6 +16,7 @@ import netrc
 import os
 import queue
 import secrets
+import signal
 import string
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from urllib.parse import urlsplit
 
 from k3train.errors import ConfigError
 from k3train.tracking.jsonl import encode_line
+
+JOB_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+"""What a scheduler sends to every process of a job, and the worker has nothing to do with."""
 
 MODES = ("auto", "offline", "online", "disabled")
 _HOSTS = ("api.forge.coreweave.com", "api.wandb.ai")  # default servers of wandb 0.31 and before it
@@ -165,12 +169,17 @@ class WandbMirror:
     def _spawn(self) -> subprocess.Popen[bytes]:
         folder = self.run_dir / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "mirror.log", "ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "k3train.tracking.wandb_worker"],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "WANDB_SILENT": "true"},
-            )  # fmt: skip
+        # A child inherits the signal mask: a job's signals wait until the worker ignores them, also while Python starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in JOB_SIGNALS])
+        try:
+            with open(folder / "mirror.log", "ab") as log:
+                return subprocess.Popen(
+                    [sys.executable, "-m", "k3train.tracking.wandb_worker"],
+                    stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "WANDB_SILENT": "true"},
+                )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Queue the metrics of a step; `step` may not decrease (older ones are left out by the child, and counted)."""

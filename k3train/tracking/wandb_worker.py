@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from k3train.tracking.jsonl import _revive
+from k3train.tracking.wandb import JOB_SIGNALS
 
 LIST_LIMIT = 512  # longer plain lists are not spread into one series per item
 
@@ -191,8 +192,10 @@ def start_offline(hello: Mapping[str, Any], reason: str) -> NoReturn:
 
 
 def main(words: Sequence[str] = ()) -> int:
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    numbers = [getattr(signal, name) for name in JOB_SIGNALS]
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # blocked until here by who started this process
     if words:
         hello: dict[str, Any] | None = json.loads(Path(words[0]).read_text())
         Path(words[0]).unlink()

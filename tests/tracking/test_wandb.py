@@ -128,6 +128,17 @@ def test_a_signal_to_the_whole_group_does_not_cost_the_mirror(tmp_path: Path) ->
 
 
 @pytest.mark.ops
+def test_a_signal_before_the_child_is_ready_does_not_cost_the_mirror(tmp_path: Path) -> None:
+    mirror = WandbMirror(tmp_path, "r", "abc", {}, WandbSettings(mode="offline"))
+    child = mirror._spawn()  # its Python is only starting
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        os.kill(child.pid, number)
+    assert child.stdin is not None
+    child.stdin.close()  # nothing to mirror: it ends by itself
+    assert child.wait(60) == 0
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "only the child starts with them blocked"
+
+
 def test_a_dead_network_slows_no_step_and_the_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: refused at once or silent
