@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -42,11 +43,11 @@ def build(
 
 def run(model: K3Model, *, steps: int = 1) -> dict[str, Any]:
     """Losses of the tokens, gradients, counts; elements and bytes of what the graph keeps (parameters apart)."""
-    storages: dict[int, int] = {}
+    saved: list[weakref.ref[torch.Tensor]] = []  # by weak reference: what the graph dropped frees its address for others
 
     def keep(t: torch.Tensor) -> torch.Tensor:
         if not isinstance(t, torch.nn.Parameter):
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            saved.append(weakref.ref(t))
         return t
 
     batch = micro_batch([0, 1], seed=1)
@@ -55,12 +56,15 @@ def run(model: K3Model, *, steps: int = 1) -> dict[str, Any]:
         stream = PackedStream(batch["cu_seqlens"], batch["tokens"].numel(), 32)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             losses = model(batch["tokens"], batch["labels"], stream)
+        held = [t.untyped_storage() for t in (ref() for ref in saved) if t is not None]
+        kept = sum({s.data_ptr(): s.nbytes() for s in held}.values())
+        saved.clear()
         (losses * batch["loss_mask"]).sum().backward()
     routers = {m.layer: m for m in model.modules() if isinstance(m, Router)}
     return {
         "losses": losses.detach(), "gradients": {n: p.grad for n, p in model.named_parameters()},
         "load": {i: r.load for i, r in routers.items()}, "counts": {i: r.counts for i, r in routers.items()},
-        "kept": sum(storages.values()),
+        "kept": kept,
     }  # fmt: skip
 
 
