@@ -279,20 +279,23 @@ def _check_training(config: Config) -> None:
 
 
 def _check_graphs(config: Config) -> None:
-    """A captured micro-batch holds no collective and nothing that the host must read."""
+    """What is captured holds nothing that the host must read, and nothing that lives on the host between steps."""
     if config.train.cuda_graphs == "none":
         return
     p = config.parallel
     hindrances = {
-        f"engine={config.engine.name}": config.engine.name != "megatron",
-        **{f"parallel.{n}={getattr(p, n)}": getattr(p, n) > 1 for n in ("tensor", "pipeline", "context", "expert")},
-        "parallel.overlap_grad_reduce=true": p.overlap_grad_reduce,
+        f"engine={config.engine.name}": (config.engine.name != "megatron", "it captures megatron's schedule"),
+        f"parallel.context={p.context}": (p.context > 1, "the slices of documents are arithmetic on the host"),
+        f"parallel.expert={p.expert}": (p.expert > 1, "the exchange of experts reads its sizes on the host"),
+        "parallel.overlap_param_gather=true": (p.overlap_param_gather, "gathers are noted down on the host"),
+        "train.activations.layer_inputs=offload": (
+            config.train.activations.layer_inputs == "offload", "host memory is handed out again between steps"
+        ),
     }  # fmt: skip
-    for what, there in hindrances.items():
+    for what, (there, why) in hindrances.items():
         if there:
             raise ConfigError(
-                f"train.cuda_graphs=step captures one rank's whole micro-batch and cannot with {what}; type "
-                "train.cuda_graphs=none"
+                f"train.cuda_graphs=step cannot capture a step with {what} ({why}); type train.cuda_graphs=none"
             )
 
 

@@ -184,7 +184,8 @@ class TrainConfig:
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     sample_tokens: int = 48  # greedy sample written at the end; 0: none
     sample_prompt: str = "def "
-    cuda_graphs: str = "none"  # none | step: forward and backward of a micro-batch as one captured graph, on a GPU
+    # none | step: a micro-batch, or the whole schedule of a pipeline, as one captured graph on a GPU
+    cuda_graphs: str = "none"
     profile: str | None = None  # "start:stop": steps to trace into the run folder, start counted from 1, stop left out
     threads: int = 0  # torch CPU threads a process; 0: half of the cores, shared by the local processes
     watchdog_seconds: float = 600.0  # patience with a hung step after the first

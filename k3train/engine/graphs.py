@@ -1,47 +1,106 @@
-"""Forward and backward of a micro-batch as one captured CUDA graph (`train.cuda_graphs=step`).
+"""Forward and backward as captured CUDA graphs (`train.cuda_graphs=step`).
 
-A captured step costs the host one launch a micro-batch instead of thousands, so the GPU never waits for Python. Shapes
-are fixed by the stream's length; the number of documents is rounded up to a power of two by empty documents at the end,
-and each rounded number has a graph of its own. All graphs share one memory pool: one runs at a time.
+A captured step costs the host one launch instead of thousands, so the GPU never waits for Python. What one graph holds
+is the engine's choice: a micro-batch, where ranks meet at the end of a step only; or the whole schedule of a step with
+all of its micro-batches, transfers between pipeline stages and reductions (`whole_schedule`).
+
+Shapes are fixed by the stream's length; the number of documents is rounded up to a power of two by empty documents at the
+end, and each rounded number has a graph of its own. All graphs share one memory pool: one runs at a time.
 
 Parameters, gradients, routing counts and biases are the same tensors in every step; what changes (tokens, labels, mask,
-boundaries) is copied into fixed buffers. Only one rank a model is captured: collectives between ranks stay outside.
+boundaries) is copied into fixed buffers. Collectives inside a graph ask the same of every rank in every step, whether a
+rank replays, captures or, for the first time with a shape, launches them from Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
+from k3train.config.schema import ParallelConfig
 from k3train.engine.base import Batch
 from k3train.errors import EnvironmentError_
 
 SMALLEST = 8
 """Documents that the smallest graph has room for."""
 
+MOST = 8
+"""Graphs that are kept; the one unused for longest is dropped (a growing batch asks for a new one each time)."""
 
-def pad_documents(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Boundaries int32 [N + 1] with empty documents at the end, so that N is a power of two of at least SMALLEST."""
+Run = Callable[[list[Batch]], None]
+
+
+def whole_schedule(parallel: ParallelConfig) -> bool:
+    """Whether one graph holds all micro-batches of a step: where ranks exchange something between micro-batches, or
+    reduce gradients during the last one."""
+    return parallel.pipeline > 1 or parallel.overlap_grad_reduce
+
+
+def room_for(documents: int) -> int:
+    """A power of two of at least SMALLEST."""
+    return max(SMALLEST, 1 << (documents - 1).bit_length())
+
+
+def pad_documents(cu_seqlens: torch.Tensor, room: int | None = None) -> torch.Tensor:
+    """Boundaries int32 [N + 1] with empty documents at the end, so that there are `room` (None: `room_for` N)."""
     documents = cu_seqlens.numel() - 1
-    room = max(SMALLEST, 1 << (documents - 1).bit_length())
+    room = room_for(documents) if room is None else room
     padding = cu_seqlens[-1:].expand(room - documents)
     return torch.cat([cu_seqlens, padding])
 
 
+def aligned(batches: Sequence[Batch]) -> list[Batch]:
+    """The micro-batches with equal names and shapes: one room for documents, and `valid` in all of them or in none."""
+    room = max(room_for(b["cu_seqlens"].numel() - 1) for b in batches)
+    padding = any("valid" in b for b in batches)
+    same = []
+    for batch in batches:
+        full = {**batch, "cu_seqlens": pad_documents(batch["cu_seqlens"], room)}
+        if padding and "valid" not in full:
+            full["valid"] = torch.ones_like(full["tokens"], dtype=torch.bool)
+        same.append(full)
+    return same
+
+
+class Buffers:
+    """Fixed tensors on a device that hold the micro-batches of a graph, one stacked tensor a name."""
+
+    def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
+        """batches: `aligned`."""
+        self.stacked = {name: torch.stack([b[name] for b in batches]).to(device) for name in batches[0]}
+        self.batches: list[Batch] = [
+            {name: tensor[m] for name, tensor in self.stacked.items()} for m in range(len(batches))
+        ]
+
+    def fill(self, batches: Sequence[Batch]) -> None:
+        """Copy micro-batches of the same shapes in, without making the host wait."""
+        for name, tensor in self.stacked.items():
+            source = torch.stack([b[name] for b in batches])
+            if tensor.is_cuda and not source.is_cuda:
+                source = source.pin_memory()
+            tensor.copy_(source, non_blocking=True)
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
 class StepGraphs:
-    """Runs micro-batches: each new shape once eagerly (kernels are compiled, buffers made), then captured, then
-    replayed. `run` does forward and backward of a batch on the device and adds what it wants kept to its own tensors.
+    """Runs micro-batches: each new shape once eagerly (kernels are compiled, buffers and communicators made), then
+    captured, then replayed. `run` does forward and backward of batches on the device and adds what it wants kept to its
+    own tensors.
 
     Everything of the engine happens on `stream`, the stream that captures: a gradient is accumulated on the stream that
     its parameter's accumulator was made on.
     """
 
-    def __init__(self, run: Callable[[Batch], None], stream: torch.cuda.Stream) -> None:
+    def __init__(self, run: Run, stream: torch.cuda.Stream) -> None:
         self.run, self.stream = run, stream
         self.pool = torch.cuda.MemPool()
-        self.graphs: dict[tuple[object, ...], tuple[Batch, torch.cuda.CUDAGraph]] = {}
+        self.graphs: dict[tuple[object, ...], tuple[Buffers, Graph]] = {}
         self.warm: set[tuple[object, ...]] = set()
         self.off = False
 
@@ -54,51 +113,54 @@ class StepGraphs:
         finally:
             self.off = before
 
-    def micro_batch(self, batch: Batch) -> None:
-        """Forward and backward of one batch of host or device tensors."""
-        batch = {**batch, "cu_seqlens": pad_documents(batch["cu_seqlens"])}
-        key = tuple((name, tensor.shape) for name, tensor in sorted(batch.items()))
+    def micro_batches(self, batches: Sequence[Batch]) -> None:
+        """Forward and backward of the batches of one graph, host or device tensors."""
+        batches = aligned(batches)
+        key = (len(batches), *((name, tensor.shape) for name, tensor in sorted(batches[0].items())))
         if self.off:
-            self._eager(batch)
+            self._eager(batches)
         elif key in self.graphs:
-            self._replay(key, batch)
+            self._replay(key, batches)
         elif key in self.warm:
-            self._capture(key, batch)
-            self._replay(key, batch)
+            self._capture(key, batches)
+            self._replay(key, batches)
         else:
-            self._eager(batch)
+            self._eager(batches)
             self.warm.add(key)
 
-    def _eager(self, batch: Batch) -> None:
-        held = to_device(batch, self.stream.device)
+    def _eager(self, batches: list[Batch]) -> None:
+        held = [to_device(batch, self.stream.device) for batch in batches]
         if self.graphs:  # the activations of an eager micro-batch fit where those of the graphs lie
             with torch.cuda.use_mem_pool(self.pool):
                 self.run(held)
         else:
             self.run(held)
 
-    def _replay(self, key: tuple[object, ...], batch: Batch) -> None:
-        static, graph = self.graphs[key]
-        for name, tensor in static.items():
-            source = batch[name] if batch[name].is_cuda else batch[name].pin_memory()
-            tensor.copy_(source, non_blocking=True)
+    def _replay(self, key: tuple[object, ...], batches: list[Batch]) -> None:
+        static, graph = self.graphs[key] = self.graphs.pop(key)  # the last used is the last
+        static.fill(batches)
         graph.replay()
 
-    def _capture(self, key: tuple[object, ...], batch: Batch) -> None:
+    def _capture(self, key: tuple[object, ...], batches: list[Batch]) -> None:
+        static = Buffers(batches, self.stream.device)
+        while len(self.graphs) >= MOST:
+            del self.graphs[next(iter(self.graphs))]
+        self.graphs[key] = (static, self._record(static))
+
+    def _record(self, static: Buffers) -> Graph:
         """Raises EnvironmentError_ where something in the step cannot be captured."""
-        static = {name: tensor.to(self.stream.device) for name, tensor in batch.items()}
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self.pool.id, stream=self.stream, capture_error_mode="thread_local"):
-                self.run(static)
+                self.run(static.batches)
         except RuntimeError as error:
             raise EnvironmentError_(
                 f"train.cuda_graphs=step cannot capture this configuration ({str(error).splitlines()[0]}); type "
                 "train.cuda_graphs=none"
             ) from error
-        self.graphs[key] = (static, graph)
+        return graph
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -29,7 +30,7 @@ from k3train.config.schema import Config
 from k3train.engine import gradients, plain_state
 from k3train.engine.base import Batch, StepResult
 from k3train.engine.gate import UpdateGate
-from k3train.engine.graphs import StepGraphs, to_device
+from k3train.engine.graphs import StepGraphs, to_device, whole_schedule
 from k3train.engine.saving import Checksums, Saver
 from k3train.engine.sharded_state import model_state, sharded_tensor
 from k3train.engine.snapshot import HostCopies, optimizer_twin
@@ -82,7 +83,10 @@ class MegatronEngine:
         self.saver, self._first_save = Saver(), True
         self.sums = torch.zeros(2 + 2 * bool(config.model.mtp_layers), dtype=torch.float64, device=device)
         """Of a step: loss and tokens that it counts, and those of multi-token prediction."""
-        self.graphs = None if stream is None else StepGraphs(self._micro_batch, stream)
+        self.whole = whole_schedule(config.parallel)
+        """Whether a captured graph holds the schedule of a whole step, or one micro-batch of it."""
+        run = self._schedule if self.whole else self._one_micro_batch
+        self.graphs = None if stream is None else StepGraphs(run, stream)
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -90,6 +94,8 @@ class MegatronEngine:
         """With captured graphs, a stream of our own for everything this process does from here on."""
         if self.config.train.cuda_graphs == "none" or self.device.type != "cuda":
             return None
+        # NCCL would map the buffers of captured transfers into its peers, for as long as the graph lives
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)
@@ -103,7 +109,10 @@ class MegatronEngine:
         table = stage_borders(self.config.model, sizes, parallel.pipeline_layout, parallel.transport)
         link_stages(self.models, table)
         split = sizes.context * (sizes.tensor if sizes.sequence_parallel else 1)
-        return Communicator(self.layout.pp, self.ctx.megatron, table, train.seq_length * train.micro_batch // split)
+        return Communicator(
+            self.layout.pp, self.ctx.megatron, table, train.seq_length * train.micro_batch // split,
+            waits=train.cuda_graphs == "none",
+        )  # fmt: skip
 
     def _wrap(self) -> list[DistributedDataParallel]:
         parallel = self.config.parallel
@@ -249,9 +258,7 @@ class MegatronEngine:
         if self.graphs is not None and not forward_only:
             self._replay(batches, micro_batches)
         else:
-            sources = _fan_out(batches, micro_batches, len(self.ddp))
-            for out in self.run_schedule(self._forward, sources, micro_batches, forward_only=forward_only):
-                sums[: out["sums"].numel()] += out["sums"]
+            self._schedule_of(_fan_out(batches, micro_batches, len(self.ddp)), micro_batches, forward_only=forward_only)
         dist.all_reduce(sums, group=self.layout.dp_cp)
         if self.layout.pp.size() > 1:  # only the last stage has a loss
             if not self.layout.is_last_stage_rank:
@@ -259,14 +266,33 @@ class MegatronEngine:
             dist.all_reduce(sums, group=self.layout.pp)
         return sums
 
+    def _schedule_of(self, sources: list[Iterator[Batch]], micro_batches: int, *, forward_only: bool) -> None:
+        """Run megatron's schedule; losses and tokens are added to `sums`."""
+        for out in self.run_schedule(self._forward, sources, micro_batches, forward_only=forward_only):
+            self.sums[: out["sums"].numel()] += out["sums"]
+
     def _replay(self, batches: Iterator[Batch], micro_batches: int) -> None:
-        """What megatron's schedule does without a pipeline, with captured micro-batches."""
+        """A step's forwards, backwards and reductions in captured graphs: the schedule as a whole, or what it does
+        without a pipeline, a micro-batch at a time."""
         assert self.graphs is not None
         context = self.graphs.eager() if self.ctx.probe is not None else nullcontext()
         with context:
+            if self.whole:
+                self.graphs.micro_batches([next(batches) for _ in range(micro_batches)])
+                return
             for _ in range(micro_batches):
-                self.graphs.micro_batch(next(batches))
+                self.graphs.micro_batches([next(batches)])
         self._finalize(self.ddp, self.sums[1].int())
+
+    def _schedule(self, batches: list[Batch]) -> None:
+        """The whole schedule of these micro-batches, on this device, with the reduction of the gradients."""
+        self._schedule_of([iter(batches) for _ in self.ddp], len(batches), forward_only=False)
+        if self.transport is not None:
+            self.transport.join()
+
+    def _one_micro_batch(self, batches: list[Batch]) -> None:
+        (batch,) = batches
+        self._micro_batch(batch)
 
     def _micro_batch(self, batch: Batch) -> None:
         """Forward and backward of one micro-batch on this device; its loss and tokens are added to `sums`."""

@@ -59,7 +59,8 @@ def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=sizes.pipeline > 1,
+        # with virtual stages it would hold compute back until every sent tensor has arrived: see transport._Sent
+        deallocate_pipeline_outputs=sizes.pipeline > 1 and not interleaved,
         # batched p2p between two stages is ambiguous in the interleaved schedule and silently wrong
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,

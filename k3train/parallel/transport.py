@@ -138,6 +138,26 @@ class _Send(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
+def _free(packed: torch.Tensor) -> None:
+    """Give the memory of a packed tensor back: its backward needs its place in the graph only."""
+    packed.untyped_storage().resize_(0)
+
+
+class _Sent:
+    """A send under way whose tensor is freed once it has been waited for.
+
+    megatron would wait right after each send to free it (`deallocate_pipeline_outputs`), so that compute stands still
+    until the next stage has taken the tensor. Waiting with the send after it is early enough.
+    """
+
+    def __init__(self, work: dist.Work, packed: torch.Tensor) -> None:
+        self.work, self.packed = work, packed
+
+    def wait(self) -> None:
+        self.work.wait()
+        _free(self.packed)
+
+
 class Communicator(P2PCommunicator):
     """megatron's transfers between stages, with every shape known before it is needed.
 
@@ -145,8 +165,11 @@ class Communicator(P2PCommunicator):
     sent: bytes of each tensor sent in the last schedule, forward and backward, in order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: ModelParallelConfig, table: Borders, tokens: int) -> None:
-        """tokens: T_local of a micro-batch."""
+    def __init__(
+        self, group: dist.ProcessGroup, config: ModelParallelConfig, table: Borders, tokens: int, *, waits: bool = True
+    ) -> None:  # fmt: skip
+        """tokens: T_local of a micro-batch. waits: whether the host may wait for the device after a batched transfer
+        (megatron's guard against an old fault of torch); a schedule that is captured must not."""
         interleaved = config.virtual_pipeline_model_parallel_size is not None
         if interleaved and (config.batch_p2p_comm or not config.overlap_p2p_comm):
             raise LayoutError(
@@ -155,12 +178,14 @@ class Communicator(P2PCommunicator):
             )
         config = copy.copy(config)
         config.variable_seq_lengths = True  # the base class then asks `_communicate_shapes`: the table answers
+        config.batch_p2p_sync = config.batch_p2p_sync and waits
         super().__init__(group, config)
         self.table, self.tokens = table, tokens
         self.chunks = table.stages // table.pipeline
         self._forward: deque[int] = deque()
         self._backward: deque[int] = deque()
         self.sent: dict[str, list[int]] = {"forward": [], "backward": []}
+        self._open: list[dist.Work] = []
 
     def begin(self, micro_batches: int, *, forward_only: bool) -> None:
         """Note down the order in which this rank's stages receive."""
@@ -174,6 +199,14 @@ class Communicator(P2PCommunicator):
         self._forward = deque(s for s in forward if s > 0)
         self._backward = deque(s for s in backward if s < last)
         self.sent = {"forward": [], "backward": []}
+        self._open = []
+
+    def join(self) -> None:
+        """Make the current CUDA stream wait for every transfer of this schedule, also for the last sends, whose end
+        nobody on this rank needs: a capture must not end while a stream that it forked is open."""
+        for work in self._open:
+            work.wait()
+        self._open = []
 
     def finished(self) -> bool:
         """Whether every transfer that `begin` noted has been asked for."""
@@ -181,6 +214,17 @@ class Communicator(P2PCommunicator):
 
     def shape(self, slots: int) -> list[int]:
         return [slots * self.tokens, 1, self.config.hidden_size]  # type: ignore[attr-defined]
+
+    def _communicate(self, **options: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
+        sent = options["tensor_send_next"] if self.chunks > 1 else None
+        from_before, from_after, works = super()._communicate(**options)
+        if works and torch.cuda.is_available():  # gloo's transfers can be waited for once only
+            self._open += works.values()
+        if sent is not None and works:
+            works["send_next"] = _Sent(works["send_next"], sent)
+        elif sent is not None:  # it has been waited for
+            _free(sent)
+        return from_before, from_after, works
 
     def _communicate_shapes(
         self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, recv_prev: bool,

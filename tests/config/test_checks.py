@@ -68,7 +68,15 @@ VALUES = {
         ["train.activations.units=recompute", "train.recompute=full"],
         "train.activations.units=auto",
     ),
-    "graphs over several ranks": (["train.cuda_graphs=step", "parallel.expert=2"], "type train.cuda_graphs=none"),
+    "graphs of a context-parallel step": (["train.cuda_graphs=step", "parallel.context=2"], "slices of documents"),
+    "graphs with gathers under way": (
+        ["train.cuda_graphs=step", "parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce=true"],
+        "parallel.overlap_param_gather=true",
+    ),
+    "graphs and memory on the host": (
+        ["train.cuda_graphs=step", "train.recompute=full", "train.activations.layer_inputs=offload"],
+        "handed out again",
+    ),
     "a run name with a slash": (["run.name=a/b"], "no slash"),
 }
 
