@@ -3,6 +3,8 @@
     python benchmarks/step.py                                  # model=k3_proxy, sequence 8192, bf16
     python benchmarks/step.py --arms base,balanced,residuals_off,balancing_none --json out.json
     python benchmarks/step.py --arms base model=k3_tiny train.seq_length=512     # any override of k3train
+    python benchmarks/step.py --arms base,stock,stock_whole    # megatron-core's own transformer beside ours (stock.py)
+    python benchmarks/step.py --arms base,plain                # the same model in plain PyTorch (plain.py)
     torchrun --nproc-per-node=2 benchmarks/step.py --arms data2,expert2,pipeline2,context2_long --no-split
 
 Each arm trains a few steps of the engine that `k3train train` uses: forward and backward of all micro-batches, gradient
@@ -10,7 +12,9 @@ norm and clipping, optimizer, balancing. tokens/s is over whole steps, by the me
 convention of k3train.planning.flops, printed) over 989.5 TFLOP/s. The split is a trace of one more step, eager, by part;
 the idle share is of a traced step as it is trained. `natural` routing is what the router of a fresh model chooses
 on tokens with Zipf's frequencies; `balanced` forces every expert to the same number of tokens.
-Documents end inside the sequences (about 2000 tokens each), so every part works on packed documents.
+Documents end inside the sequences (about 2000 tokens each), so every part works on packed documents; in arms named
+`whole` a sequence is one document. `inside documents` is the MFU that counts only the attention that documents leave.
+An arm that runs out of memory is tried again with half of the micro-batch.
 """
 
 from __future__ import annotations
@@ -57,7 +61,15 @@ ARMS: dict[str, list[str]] = {
         "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
         "train.recompute=unit", "train.cuda_graphs=none",
     ],
-    "plain": ["model.backend=torch", "train.cuda_graphs=none", "train.micro_batch=1"],
+    "long_whole": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
+                   "train.recompute=unit", "train.cuda_graphs=none"],
+    "stock": ["train.cuda_graphs=none"],
+    "stock_whole": ["train.cuda_graphs=none"],
+    "stock_long": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.cuda_graphs=none"],
+    "stock_long_whole": [
+        "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.cuda_graphs=none"
+    ],
+    "plain": ["model.backend=torch", "train.cuda_graphs=none", "train.micro_batch=2"],
 }  # fmt: skip
 """What each arm overrides. The base is model=k3_proxy with AdamW."""
 
@@ -68,8 +80,13 @@ BASE = [
 ]  # fmt: skip
 
 
-def batches(config: Any, step: int, micro_batches: int, rank: int = 0, ranks: int = 1) -> Iterator[dict[str, Any]]:
-    """Micro-batches of packed documents with Zipf-distributed tokens, of one of the data-parallel ranks."""
+def batches(
+    config: Any, step: int, micro_batches: int, rank: int = 0, ranks: int = 1, *, whole: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Micro-batches of packed documents with Zipf-distributed tokens, of one of the data-parallel ranks.
+
+    whole: a sequence is one document.
+    """
     import torch
 
     s, b, vocabulary = config.train.seq_length, config.train.micro_batch, config.model.vocab_size
@@ -79,7 +96,7 @@ def batches(config: Any, step: int, micro_batches: int, rank: int = 0, ranks: in
         tokens = torch.exp(uniform * torch.log(torch.tensor(float(vocabulary)))).long().clamp_(1, vocabulary) - 1
         count = max(1, s // 2000)
         cuts = torch.randint(1, s, (b, count), generator=generator) + torch.arange(b)[:, None] * s
-        edges = torch.cat([cuts.flatten(), torch.arange(1, b + 1) * s]).unique()
+        edges = torch.cat([cuts.flatten()[: 0 if whole else None], torch.arange(1, b + 1) * s]).unique()
         mask = torch.ones(b * s)
         mask[edges - 1] = 0
         cu = torch.cat([torch.zeros(1, dtype=torch.int64), edges]).to(torch.int32)
@@ -103,7 +120,7 @@ def force_balanced(engine: Any, tokens: int) -> None:
         router.forced = slots.view(tokens, moe.top_k)
 
 
-def make_engine(config: Any) -> Any:
+def make_engine(config: Any, arm: str = "base") -> Any:
     import torch
 
     from k3train import launch, platform
@@ -114,6 +131,14 @@ def make_engine(config: Any) -> Any:
     platform.install_adam()
     layout = layouts.initialize(layouts.sizes_from_config(config.parallel, place.world))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if arm.startswith("stock"):
+        import stock
+
+        made = stock.StockEngine(
+            config, layout, device, packed="whole" not in arm, recompute="full" if "long" in arm else "none"
+        )
+        print(stock.describe(config.model, made.shape, config.train.seq_length), flush=True)
+        return made
     return MegatronEngine(config, layout, device)
 
 
@@ -145,6 +170,8 @@ def syncs(run: Any) -> Counter[str]:
 def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: bool, keep: Path | None) -> Any:
     """One arm: build, warm up, time, trace. Returns what to print."""
 
+    import torch
+
     from k3train.config.compose import compose
 
     config = compose([*BASE, *overrides, *ARMS[name]])
@@ -152,13 +179,21 @@ def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: 
         import plain
 
         print(f"plain: KDA is {plain.install()}", flush=True)
-    begin = time.perf_counter()
-    engine = make_engine(config)
-    built = time.perf_counter() - begin
-    try:
-        return run_arm(name, overrides, config, engine, built, steps=steps, split=split, audit=audit, keep=keep)
-    finally:
-        release(engine)
+    while True:
+        begin = time.perf_counter()
+        engine = None
+        try:
+            engine = make_engine(config, name)
+            built = time.perf_counter() - begin
+            return run_arm(name, overrides, config, engine, built, steps=steps, split=split, audit=audit, keep=keep)
+        except torch.OutOfMemoryError as error:
+            if config.train.micro_batch == 1:
+                raise
+            print(f"{name}: out of memory at micro-batch {config.train.micro_batch}: {str(error)[:90]}", flush=True)
+        finally:
+            release(engine)
+            engine = None
+        config.train.micro_batch //= 2
 
 
 def run_arm(
@@ -180,7 +215,7 @@ def run_arm(
     sizes, place = engine.layout.sizes, engine.layout.dp.rank()
 
     def prepare() -> Iterator[dict[str, Any]]:
-        return iter(list(batches(config, next(number), micro, place, sizes.data)))
+        return iter(list(batches(config, next(number), micro, place, sizes.data, whole="whole" in name)))
 
     def step() -> Any:
         return engine.step(prepare(), config.optim.lr, micro)
@@ -200,15 +235,22 @@ def run_arm(
         synchronize()
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
-    counted = flops.flops_per_token(config.model, config.train.seq_length)
+    if hasattr(engine, "shape"):  # megatron-core's transformer counts its own
+        forward = engine.shape.flops(config.train.seq_length)
+        counted, attention = 3 * sum(forward.values()), 3 * forward["attention"]
+    else:
+        counted = flops.flops_per_token(config.model, config.train.seq_length)
+        attention = 3 * flops.forward(config.model, config.train.seq_length).full_attention
+    inside = counted - attention * (1 - square_share(prepare(), config.train.seq_length))
     rate = tokens / seconds
     peak = flops.PEAK_TFLOPS * sizes.world
     found: dict[str, Any] = {
         "arm": name, "overrides": overrides + ARMS[name], "tokens_per_second": rate, "step_seconds": seconds,
         "spread": (max(times) - min(times)) / seconds, "tflops": counted * rate / 1e12, "flops_per_token": counted,
-        "mfu": counted * rate / 1e12 / peak, "gpus": sizes.world, "tokens_per_step": tokens, "micro_batches": micro,
+        "mfu": counted * rate / 1e12 / peak, "mfu_inside": inside * rate / 1e12 / peak,
+        "micro_batch": config.train.micro_batch, "gpus": sizes.world, "tokens_per_step": tokens, "micro_batches": micro,
         "losses": [r.loss for r in results], "built": built, "warm": warm,
-        "planned_gb": memory.estimate(config, sizes.world).total / 1e9,
+        "planned_gb": None if hasattr(engine, "shape") else memory.estimate(config, sizes.world).total / 1e9,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if cuda else None,
     }  # fmt: skip
@@ -224,6 +266,7 @@ def run_arm(
         found["idle"] = whole.idle
         found["busy_ms"], found["wall_ms"], found["kernels"] = whole.busy, whole.wall, whole.launches
         path.unlink()
+    if split and not hasattr(engine, "shape"):  # parts are those of our model
         with engine.eager(), profiling.annotated(engine), profiling.traced(path):
             step()
         parts = profiling.read_trace(path)
@@ -232,9 +275,16 @@ def run_arm(
         path.unlink()
     if audit and cuda:
         found["syncs"] = dict(syncs(step))
+    if audit and cuda and not hasattr(engine, "shape"):
         with engine.eager():
             found["syncs_eager"] = dict(syncs(step))
     return found
+
+
+def square_share(micro_batches: Iterator[dict[str, Any]], length: int) -> float:
+    """Attention inside documents over attention over whole sequences: the sum of squares of lengths, as a share."""
+    borders = [batch["cu_seqlens"].double().diff() for batch in micro_batches]
+    return sum(float(x.square().sum()) for x in borders) / sum(float(x.sum()) * length for x in borders)
 
 
 def release(engine: Any) -> None:
@@ -242,10 +292,11 @@ def release(engine: Any) -> None:
     with everything else."""
     import torch
 
-    for model in engine.ddp:
-        model.grad_accs.clear()
-    engine.ctx.megatron.finalize_model_grads_func = None
-    vars(engine).clear()
+    if engine is not None:
+        for model in engine.ddp:
+            model.grad_accs.clear()
+        engine.ctx.megatron.finalize_model_grads_func = None
+        vars(engine).clear()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -255,7 +306,8 @@ def show(found: dict[str, Any]) -> str:
     lines = [
         f"== {found['arm']} {' '.join(found['overrides'])}",
         f"{found['tokens_per_second']:,.0f} tokens/s, {found['tflops']:.1f} TFLOP/s, MFU {found['mfu']:.1%} "
-        f"({found['flops_per_token']:.4g} FLOP a token x tokens/s over {found['gpus']} x 989.5e12); step {found['step_seconds']:.3f} s of "
+        f"({found['flops_per_token']:.4g} FLOP a token x tokens/s over {found['gpus']} x 989.5e12), inside documents "
+        f"{found['mfu_inside']:.1%}; step {found['step_seconds']:.3f} s of "
         f"{found['tokens_per_step']} tokens in {found['micro_batches']} micro-batches, spread {found['spread']:.1%}",
         f"losses {' '.join(f'{x:.3f}' for x in found['losses'])}; MaxVio {found.get('max_vio', float('nan')):.2f}; "
         f"built in {found['built']:.1f} s, first two steps {found['warm']:.1f} s",
@@ -263,12 +315,12 @@ def show(found: dict[str, Any]) -> str:
     if found["peak_gb"] is not None:
         lines.append(
             f"peak memory {found['peak_gb']:.1f} GB allocated, {found['reserved_gb']:.1f} reserved; "
-            f"planned {found['planned_gb']:.1f}"
+            + ("not planned" if found["planned_gb"] is None else f"planned {found['planned_gb']:.1f}")
         )
     if "idle" in found:
         lines += [
-            f"GPU idle inside a step: {found['idle']:.1%} ({found['kernels']} kernels, traced)", found["split_table"],
-            found["top"],
+            f"GPU idle inside a step: {found['idle']:.1%} ({found['kernels']} kernels, traced)",
+            *(found[key] for key in ("split_table", "top") if key in found),
         ]  # fmt: skip
     for key in ("syncs", "syncs_eager"):
         if key in found:
