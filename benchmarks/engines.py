@@ -1,18 +1,23 @@
 """Two GPUs, one model, four ways to share its state: step time and memory of each engine.
 
     python benchmarks/engines.py                              # starts 2 ranks; needs 2 CUDA devices and deepspeed
-    python benchmarks/engines.py --ranks 1 --json out.json
+    python benchmarks/engines.py --ranks 1 --arms ZeRO-3 --json out.json
 
 The megatron engine's data parallel (distributed optimizer: state cut like ZeRO-1) beside DeepSpeed's ZeRO-1, 2 and 3,
 all in bf16 with fp32 master weights and fp32 reduction, on the same batches. The model is k3_proxy's widths in five
 layers and fewer experts. Step times are medians of whole steps (forwards, backwards, reduction, update) after warm-up;
 memory is the peak that torch allocated on rank 0, and what it holds between steps. Losses are printed to compare.
+
+Every arm has processes of its own, because DeepSpeed keeps hold of what it made. All arms import at once, which is most
+of what a start costs, and then wait for their turn, without a CUDA context: one arm at a time has the GPUs. Rank 0 says
+where it is; an arm at its limit says where every thread stands; what was measured until then is kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import faulthandler
+import importlib
 import json
 import os
 import statistics
@@ -20,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ BASE = [
     "train.micro_batch=2", "train.global_batch=8", "train.precision=bf16", "tracking.wandb=disabled", "optim.lr=1e-4",
 ]  # fmt: skip
 WARMUP, TIMED = 3, 5
+IMPORTS = 90.0  # seconds; past them the first arm begins while others still import
 
 
 def batches(config: Any, rank: int, ranks: int, step: int) -> Iterator[dict[str, Any]]:
@@ -71,7 +77,7 @@ def build(config: Any, device: Any) -> Any:
     return MegatronEngine(config, layout, device)
 
 
-def measure(engine: Any, device: Any) -> dict[str, Any]:
+def measure(engine: Any, device: Any, say: Callable[[str], None]) -> dict[str, Any]:
     """Losses of the warm-up, the median step in ms, tokens/s of all ranks, and GB of memory on this rank."""
     import torch
 
@@ -91,6 +97,8 @@ def measure(engine: Any, device: Any) -> dict[str, Any]:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
         losses.append(result.loss)
+        if step < WARMUP:
+            say(f"step {step + 1}: {times[-1]:.2f} s, loss {result.loss:.4f}")
     middle = statistics.median(times[WARMUP:])
     tokens = config.train.global_batch * config.train.seq_length
     return {
@@ -101,7 +109,15 @@ def measure(engine: Any, device: Any) -> dict[str, Any]:
 
 
 def worker(job: dict[str, Any]) -> None:
-    """One rank: run the arms in turn; rank 0 writes what it saw after each."""
+    """One rank of one arm: import, wait for the turn, measure; rank 0 writes what it saw."""
+    begun = time.perf_counter()
+    rank, ranks, arm = job["rank"], job["ranks"], job["arm"]
+    folder = Path(job["folder"])
+
+    def say(words: str) -> None:
+        if rank == 0:
+            print(f"  {arm}, {time.perf_counter() - begun:5.1f} s: {words}", flush=True)
+
     from k3train.platform import install, install_adam, quieten
 
     install()
@@ -111,30 +127,41 @@ def worker(job: dict[str, Any]) -> None:
     from k3train.config.compose import compose
 
     quieten()
-    rank = int(os.environ["RANK"])
+    config = compose([*BASE, *ARMS[arm], f"parallel.world={ranks}", *job["overrides"]])
+    importlib.import_module("k3train.engine.megatron")  # both engines need it
+    if config.engine.name == "deepspeed":
+        from k3train.engine.deepspeed import require
+
+        require()
+    (folder / f"ready-{job['number']}-{rank}").touch()
+    say("imported")
+    while not (folder / f"turn-{job['number']}").exists():
+        time.sleep(0.05)
+    begun = time.perf_counter()
+    faulthandler.dump_traceback_later(max(job["limit"] - 1.0, 1.0))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    store = f"file://{folder}/store-{job['number']}"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=ranks)
     install_adam()
-    results: dict[str, Any] = {}
-    for name in job["arms"]:
-        config = compose([*BASE, *ARMS[name], f"parallel.world={dist.get_world_size()}", *job["overrides"]])
-        begun = time.perf_counter()
-        engine = build(config, device)
-        built = time.perf_counter() - begun
-        results[name] = {**measure(engine, device), "built_s": built}
-        results["parameters"] = sum(_numel(p) for m in engine.models for p in m.parameters())
-        del engine
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-        if rank == 0:
-            Path(job["out"]).write_text(json.dumps(results))
-            print(f"{name}: {results[name]}", flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    say("ranks connected")
+    start = time.perf_counter()
+    engine = build(config, device)
+    built = time.perf_counter() - start
+    say(f"built in {built:.1f} s")
+    result = {**measure(engine, device, say), "built_s": built}
+    result["parameters"] = sum(_numel(p) for m in engine.models for p in m.parameters())
+    result["seconds"] = time.perf_counter() - begun
+    if rank == 0:
+        (folder / f"out-{job['number']}.json").write_text(json.dumps(result))
+        say(f"{result['step_ms']:.1f} ms a step")
+    dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to do, and taking down NCCL and DeepSpeed takes seconds
 
 
 def _numel(parameter: Any) -> int:
@@ -144,38 +171,75 @@ def _numel(parameter: Any) -> int:
     return count
 
 
-def launch(ranks: int, arms: list[str], overrides: list[str], timeout: float) -> dict[str, Any]:
-    """Start `ranks` processes of this script; what rank 0 wrote, also where a later arm failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        job = json.dumps({"arms": arms, "overrides": overrides, "out": str(out)})
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                   __file__, "--job", job]  # fmt: skip
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-            if done.returncode:
-                start = max(done.stderr.find("Traceback"), 0)
-                print(f"{arms}:\n{done.stderr[start : start + 6000]}", file=sys.stderr)
-        except subprocess.TimeoutExpired as error:
-            print(f"stopped after {error.timeout} s", file=sys.stderr)
-        return json.loads(out.read_text()) if out.is_file() else {}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--timeout", type=float, default=600.0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    args, overrides = parser.parse_known_args()
-    if args.job:
-        worker(json.loads(args.job))
-        return
+def launch(
+    ranks: int, arms: list[str], overrides: list[str], limit: float, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measure the arms in turn, each for at most `limit` seconds; `keep` is given everything after each."""
     results: dict[str, Any] = {}
-    for arm in args.arms.split(","):  # processes of its own: DeepSpeed keeps hold of what it made
-        results |= launch(args.ranks, [arm], overrides, args.timeout)
-    print(f"{results.pop('parameters', 0) / 1e9:.2f} B parameters on {args.ranks} ranks")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        started = [
+            [_start(folder, number, arm, rank, ranks, overrides, limit) for rank in range(ranks)]
+            for number, arm in enumerate(arms)
+        ]
+        try:
+            _wait(lambda: all(_ready(folder, n, r) or p.poll() is not None for n, s in enumerate(started)
+                              for r, p in enumerate(s)), IMPORTS)  # fmt: skip
+            for number, (arm, processes) in enumerate(zip(arms, started, strict=True)):
+                (folder / f"turn-{number}").touch()
+                ended = _wait(
+                    lambda these=processes: any(p.poll() for p in these) or all(p.poll() == 0 for p in these), limit
+                )
+                _end(processes)
+                out = folder / f"out-{number}.json"
+                if out.is_file():
+                    results[arm] = json.loads(out.read_text())
+                    keep(results)
+                    continue
+                print(f"  {arm}: {'failed' if ended else f'nothing after {limit:g} s'}", flush=True)
+                for rank in range(ranks):
+                    text = (folder / f"log-{number}-{rank}").read_text(errors="replace")
+                    print(f"--- rank {rank}\n{text[-4000:]}", flush=True)
+        finally:
+            for processes in started:
+                _end(processes)
+
+
+def _start(
+    folder: Path, number: int, arm: str, rank: int, ranks: int, overrides: list[str], limit: float
+) -> subprocess.Popen[bytes]:
+    job = {"folder": str(folder), "number": number, "arm": arm, "rank": rank, "ranks": ranks, "overrides": overrides,
+           "limit": limit}  # fmt: skip
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    env = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": threads, **os.environ}
+    env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    with (folder / f"log-{number}-{rank}").open("wb") as log:
+        return subprocess.Popen([sys.executable, __file__, "--job", json.dumps(job)], stderr=log, env=env)
+
+
+def _ready(folder: Path, number: int, rank: int) -> bool:
+    return (folder / f"ready-{number}-{rank}").exists()
+
+
+def _wait(done: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if done():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """A rank whose peer failed waits for it for good."""
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def show(results: dict[str, Any]) -> None:
+    """The table of all arms."""
     print(f"{'':12} {'ms/step':>9} {'tokens/s':>10} {'peak GB':>8} {'held GB':>8} {'built s':>8}  losses")
     for name, r in results.items():
         losses = " ".join(f"{loss:.4f}" for loss in r["losses"])
@@ -183,9 +247,34 @@ def main() -> None:
             f"{name:12} {r['step_ms']:9.1f} {r['tokens_per_second']:10,.0f} {r['peak_gb']:8.1f} {r['held_gb']:8.1f} "
             f"{r['built_s']:8.1f}  {losses}"
         )
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds that an arm may take, once it has the GPUs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args, overrides = parser.parse_known_args()
+    if args.job:
+        worker(json.loads(args.job))
+    arms = args.arms.split(",")
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        parser.error(f"--arms {unknown}: known are {list(ARMS)}")
+    kept: dict[str, Any] = {}
+
+    def keep(results: dict[str, Any]) -> None:
+        kept.update(results)
+        if args.json:
+            args.json.write_text(json.dumps(kept, indent=1))
+
+    launch(args.ranks, arms, overrides, args.limit, keep)
+    if kept:
+        print(f"{next(iter(kept.values()))['parameters'] / 1e9:.2f} B parameters on {args.ranks} ranks")
+        show(kept)
+    return 0 if len(kept) == len(arms) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
