@@ -1,18 +1,23 @@
 # ruff: noqa: E402
 """What an optimizer step costs on one GPU at a model's own parameter shapes: Muon for its matrices, AdamW for the rest.
 
-    python benchmarks/muon.py [model=k3_proxy] [tokens_per_second=...] [steps=5] [sweep=true]
+    python benchmarks/muon.py [model=k3_proxy] [tokens_per_second=...] [steps=5] [ways=true] [sweep=true]
 
 Every parameter has an fp32 master, gradient and momentum, as in training. Prints milliseconds by kind of matrix, the
 rate of Newton-Schulz, the peak memory, and with the tokens a second of training the share of a step of BATCH_TOKENS.
+ways=true: first all ways of iterating in turn, round by round on the same parameters, with the passes before and after
+the iteration alone, and the share that each way would be.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ from k3train.config.compose import compose
 from k3train.config.schema import MuonConfig
 from k3train.model.build import build_meta
 from k3train.parallel import layout as layouts
+from k3train.train import newton_schulz_triton
 from k3train.train import optimizer as optimizers
 from k3train.train.optimizer import PerHeadMuon, blocks, is_muon
 
@@ -42,6 +48,7 @@ def main() -> None:
         "tokens_per_second": "0",
         "steps": "5",
         "sweep": "false",
+        "ways": "false",
         **dict(w.split("=") for w in sys.argv[1:]),
     }
     gpu = torch.cuda.is_available()
@@ -52,6 +59,11 @@ def main() -> None:
     model = compose([f"model={options['model']}", "train=smoke"]).model
     named = list(build_meta(model, layout).named_parameters())
     table: list[dict[str, Any]] = []
+    speed = float(options["tokens_per_second"])
+    if options["ways"] == "true":
+        every = kinds(named, MuonConfig())["all matrices"]
+        table += ways(every, layout, device, int(options["steps"]), speed)
+        _report(options["model"], speed, table)  # what follows may be cut off
     settings = {
         "per head, scale=block (the recipe)": (MuonConfig(), optimizers.SEVERAL_TILES),
         "the same, all products in full": (MuonConfig(), 1 << 30),
@@ -70,8 +82,7 @@ def main() -> None:
     rest = [(n, p) for n, p in named if not is_muon(n, p.k3, MuonConfig())]
     table.append({"setting": "AdamW, fused", "kind": "the rest", **adamw(rest, device, int(options["steps"]))})
     print(_row(table[-1]), flush=True)
-    speed = float(options["tokens_per_second"])
-    muon_ms = next(r["ms"] for r in table if r["kind"] == "all matrices")
+    muon_ms = next(r["ms"] for r in table if r["kind"] == "all matrices" and "tflop" in r)
     if speed:
         seconds = BATCH_TOKENS / speed
         share = muon_ms / 10 / seconds
@@ -81,10 +92,14 @@ def main() -> None:
     else:
         limit = BATCH_TOKENS / (muon_ms / 30)
         print(f"at most 3 % of a step of {BATCH_TOKENS:,} tokens where training runs below {limit:,.0f} tokens/s")
+    _report(options["model"], speed, table)
+
+
+def _report(model: str, speed: float, table: list[dict[str, Any]]) -> None:
     if "OUT" in os.environ:
         folder = Path(os.environ["OUT"]) / "muon"
         folder.mkdir(parents=True, exist_ok=True)
-        report = {"model": options["model"], "tokens_per_second": speed, "rows": table}
+        report = {"model": model, "tokens_per_second": speed, "rows": table}
         (folder / "muon.json").write_text(json.dumps(report, indent=1))
 
 
@@ -134,6 +149,70 @@ def measure(
         "millions": sum(p.numel() for p in params) / 1e6, "ms": ms, "tflop": flops / 1e12, "tflops": flops / ms / 1e9,
         "extra_gb": (_memory(device) - before) / 1e9,
     }  # fmt: skip
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "a X added to the product, as it is": {},
+    "folded": {"FOLDED": True},
+    "folded, 4 warps": {"FOLDED": True, "WARPS": 4},
+    "folded, 4 stages": {"FOLDED": True, "STAGES": 4},
+    "folded, 128 deep, 2 stages": {"FOLDED": True, "DEPTH": 128, "STAGES": 2},
+    "folded, 2^22 elements replayed": {"FOLDED": True, "REPLAYED": 1 << 22},
+    "folded, 2^23 elements replayed": {"FOLDED": True, "REPLAYED": 1 << 23},
+    "folded, 2^24 elements replayed": {"FOLDED": True, "REPLAYED": 1 << 24},
+    "passes without iteration": {"orthogonalise_": lambda stack, steps: stack},
+}
+
+
+@contextlib.contextmanager
+def set_to(values: dict[str, Any]) -> Iterator[None]:
+    """The constants of the optimizer and of its kernels as given, and then as they were."""
+    owners = {name: optimizers if hasattr(optimizers, name) else newton_schulz_triton for name in values}
+    before = {name: getattr(owners[name], name) for name in values}
+    for name, value in values.items():
+        setattr(owners[name], name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owners[name], name, value)
+
+
+def ways(
+    named: list[tuple[str, Any]], layout: layouts.Layout, device: torch.device, rounds: int, speed: float
+) -> list[dict[str, Any]]:
+    """Median milliseconds of all matrices for every way of iterating, taken in turn: what slows the machine slows all.
+    A way that fails says why and is left out."""
+    params = filled(named, device)
+    optimizer = PerHeadMuon(params, lr=1e-3, weight_decay=0.1, muon=MuonConfig(), layout=layout)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(rounds + 1):  # the first compiles
+        for way in list(times):
+            with set_to(WAYS[way]):
+                try:
+                    ms = _clock(optimizer.step, device, 1)
+                except Exception as error:  # noqa: BLE001 - the other ways are still to be timed
+                    print(f"{way}: {type(error).__name__}: {error}", flush=True)
+                    del times[way]
+                    continue
+            if number:
+                times[way].append(ms)
+    rows = [
+        {
+            "setting": way,
+            "kind": "all matrices",
+            "ms": statistics.median(found),
+            "lowest": min(found),
+            "most": max(found),
+        }
+        for way, found in times.items()
+    ]
+    for row in rows:
+        share = f"{row['ms'] / 10 / (BATCH_TOKENS / speed):5.2f} % of a step" if speed else ""
+        print(
+            f"{row['setting']:<36} {row['ms']:8.2f} ms ({row['lowest']:.2f} to {row['most']:.2f}) {share}", flush=True
+        )
+    return rows
 
 
 def sweep(named: list[tuple[str, Any]], layout: layouts.Layout, device: torch.device) -> None:

@@ -2,6 +2,9 @@
 
 Two of the three products of a step are symmetric, X X^T and the square of that: tiles on and below the diagonal are
 computed, the others mirrored, so that of 4 A^2 B + 2 A^3 FLOPs for an A x B matrix about a third is never done.
+
+`polynomial` makes the whole factor of a step, a I + b G + c G^2, so that the third product is X <- P X and nothing is
+added to it; in the first step it divides by the norm of X as well, whose square is the trace of X X^T.
 """
 
 from __future__ import annotations
@@ -13,14 +16,19 @@ import triton
 import triton.language as tl
 
 TILE, DEPTH = 128, 64
+WARPS, STAGES = 8, 3
+REGISTERS = 65536 // 2 // 256  # a thread of 8 warps: two programs an SM. Of all variants one spills, 16 bytes
+SMALLEST = 1e-14  # square of the smallest norm that is divided by
 
 
 @triton.jit
 def _lower_tiles(
-    x, c, out, table, n, k, x_batch, x_row, x_column, alpha, beta,
-    EVEN: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    x, c, out, table, squares, n, k, x_batch, x_row, x_column, alpha, beta, gamma,
+    EVEN: tl.constexpr, ADD: tl.constexpr, IDENTITY: tl.constexpr, NORMED: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile (i, j), j <= i, and a matrix: out = alpha x x^T + beta c there and at (j, i)."""
+    """One program a tile (i, j), j <= i, and a matrix: out = alpha x x^T + beta c (ADD) + gamma I (IDENTITY) there and
+    at (j, i). NORMED: with x and c over s and all over sqrt(s), s one number a matrix in `squares`."""
     pair, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, j = tl.load(table + 2 * pair), tl.load(table + 2 * pair + 1)
     rows, columns = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
@@ -40,12 +48,21 @@ def _lower_tiles(
         left += DEPTH * x_column
         right += DEPTH * x_column
     inside = (rows < n)[:, None] & (columns < n)[None, :]
-    place = matrix * n * n + rows[:, None] * n + columns[None, :]
+    out += matrix * n * n
+    place = rows[:, None] * n + columns[None, :]  # 32 bits: fewer registers, so that two programs share an SM
     if ADD:
-        total = alpha * total + beta * tl.load(c + place, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(c + matrix * n * n + place, mask=inside, other=0.0).to(tl.float32)
+        if NORMED:
+            inverse = 1.0 / tl.load(squares + matrix)
+            total, added = total * inverse * inverse, added * inverse
+        total = alpha * total + beta * added
+        if IDENTITY:
+            total += tl.where(rows[:, None] == columns[None, :], gamma, 0.0)
+        if NORMED:
+            total *= tl.sqrt(inverse)
     value = total.to(out.dtype.element_ty)
     tl.store(out + place, value, mask=inside)
-    tl.store(out + matrix * n * n + columns[None, :] * n + rows[:, None], value, mask=inside & (i > j))
+    tl.store(out + columns[None, :] * n + rows[:, None], value, mask=inside & (i > j))
 
 
 @functools.cache
@@ -58,14 +75,37 @@ def symmetric_product(
 ) -> torch.Tensor:
     """x x^T, or alpha x x^T + beta add with a symmetric `add`, of each matrix of a stack: x [N, n, k] of any strides,
     bf16 or fp16 -> [N, n, n], summed in fp32."""
+    return _launch(x, add, None, alpha, beta, None)
+
+
+def polynomial(gram: torch.Tensor, a: float, b: float, c: float, squares: torch.Tensor | None = None) -> torch.Tensor:
+    """a I + b G + c G^2 of each matrix of a stack of symmetric ones [N, n, n], summed in fp32 and rounded once.
+
+    squares: fp32 [N], s > 0 of each matrix where G is s times the one that is meant; the factor is over sqrt(s) too,
+    so that it takes X of norm sqrt(s) to what it takes X of norm one to.
+    """
+    return _launch(gram, gram, squares, c, b, a)
+
+
+def _launch(
+    x: torch.Tensor, add: torch.Tensor | None, squares: torch.Tensor | None, alpha: float, beta: float,
+    gamma: float | None,
+) -> torch.Tensor:  # fmt: skip
     count, n, k = x.shape
     out = torch.empty(count, n, n, dtype=x.dtype, device=x.device)
     table = _table(-(-n // TILE), x.device)
     _lower_tiles[(table.shape[0], count)](
-        x, out if add is None else add, out, table, n, k, *x.stride(), alpha, beta,
-        EVEN=n % TILE == 0 and k % DEPTH == 0, ADD=add is not None, TILE=TILE, DEPTH=DEPTH, num_warps=8, num_stages=3,
+        x, out if add is None else add, out, table, table if squares is None else squares, n, k, *x.stride(),
+        alpha, beta, gamma or 0.0, EVEN=n % TILE == 0 and k % DEPTH == 0, ADD=add is not None,
+        IDENTITY=gamma is not None, NORMED=squares is not None, TILE=TILE, DEPTH=DEPTH,
+        num_warps=WARPS, num_stages=STAGES, maxnreg=REGISTERS if WARPS == 8 else None,
     )  # fmt: skip
     return out
+
+
+def traces(gram: torch.Tensor) -> torch.Tensor:
+    """Trace of each matrix of a stack [N, n, n], fp32 [N]: of X X^T, the square of the norm of X. Not below SMALLEST."""
+    return gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32).clamp_min_(SMALLEST)
 
 
 @triton.jit

@@ -34,6 +34,13 @@ QUINTIC = (
 """Newton-Schulz coefficients a, b, c of each step: those of emerging-optimizers' "quintic", which are steepest at zero
 for five steps. Its own function takes fp32 and returns fp32; memory traffic is half of the cost of this optimizer."""
 SEVERAL_TILES = 384
+FOLDED = False
+"""Whether bf16 on a GPU iterates by X <- (a I + b G + c G^2) X, the whole factor rounded to bf16 once, without a pass
+for the norm and without adding a X to a product, for which torch first copies X: 36 bytes an element of X less to move in
+five steps. Off until benchmarks/muon.py has timed both on a GPU."""
+REPLAYED = 0
+"""With FOLDED, so many elements are iterated on by replaying a CUDA graph, where there are twice as many and more: 2^23
+stay in an H200's L2 from product to product, and a replay spares the 40 us that each launch takes. 0: no graphs."""
 BATCH = 1 << 28  # elements of momentum that are put together at once
 PIECE = 1 << 28  # elements that are iterated on at once: fewer take longer on an H200 (docs/recipe.md)
 
@@ -70,12 +77,25 @@ def orthogonalise_(stack: Tensor, steps: int) -> Tensor:
 
     X <- a X + (b G + c G^2) X with G = X X^T, on the shorter side; singular values end between 0.7 and 1.2.
     """
+    count = REPLAYED // stack[0].numel()
+    if count and stack.shape[0] >= 2 * count and _folds(stack, steps):
+        from k3train.train.newton_schulz_graph import replayed_
+
+        replayed_(stack, count, steps, folded_)
+        return stack
     for part in stack.split(max(1, PIECE // stack[0].numel())):
         _newton_schulz_(part, steps)
     return stack
 
 
+def _folds(stack: Tensor, steps: int) -> bool:
+    return FOLDED and steps > 0 and stack.is_cuda and stack.dtype == torch.bfloat16
+
+
 def _newton_schulz_(stack: Tensor, steps: int) -> None:
+    if _folds(stack, steps):
+        folded_(stack, steps)
+        return
     norm = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = stack.div_(norm.clamp_min_(1e-7))
     wide = x.shape[-2] <= x.shape[-1]
@@ -94,6 +114,21 @@ def _newton_schulz_(stack: Tensor, steps: int) -> None:
         into = stack if step == steps - 1 > 0 else None  # before the last step, x is no longer the stack
         left, right = (polynomial, x) if wide else (x, polynomial)
         x = torch.baddbmm(x, left, right, beta=a, out=into)
+    if x is not stack:
+        stack.copy_(x)
+
+
+def folded_(stack: Tensor, steps: int) -> None:
+    """The same iteration with the whole factor of a step in one symmetric matrix, by Triton: the norm, whose square is
+    the trace of the first G, is divided by in the first factor."""
+    from k3train.train.newton_schulz_triton import polynomial, symmetric_product, traces
+
+    x, wide = stack, stack.shape[-2] <= stack.shape[-1]
+    for step, (a, b, c) in enumerate(islice(cycle(QUINTIC), steps)):
+        gram = symmetric_product(x if wide else x.mT)
+        factor = polynomial(gram, a, b, c, traces(gram) if step == 0 else None)
+        into = stack if step == steps - 1 > 0 else None  # before the last step, x is no longer the stack
+        x = torch.bmm(factor, x, out=into) if wide else torch.bmm(x, factor, out=into)
     if x is not stack:
         stack.copy_(x)
 

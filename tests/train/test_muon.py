@@ -96,6 +96,53 @@ def test_symmetric_products() -> None:
     check_symmetric_products("cuda", sizes, torch.bfloat16)
 
 
+def check_folded(device: str, shape: tuple[int, int, int], dtype: torch.dtype, size: float = 1.0) -> None:
+    """The folded iteration of matrices far from norm one against fp32, and no further from it than the plain one."""
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(3)).mul_(size).to(device, dtype)
+    stack[-1] *= 0.01  # each matrix has its own norm
+    want = orthogonalise(stack.float(), FP32)
+    plain, folded = stack.clone(), stack.clone()
+    optimizer._newton_schulz_(plain, 5)
+    optimizer.folded_(folded, 5)
+    error, other = (float((x.float() - want).norm() / want.norm()) for x in (folded, plain))
+    assert error < max(1.25 * other, 5e-3), (error, other)
+    assert torch.linalg.svdvals(folded.float()).max() < 1.35
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize("shape", [(3, 40, 96), (2, 96, 40), (2, 150, 150)], ids=str)
+def test_the_folded_iteration_interpreted(shape: tuple[int, int, int]) -> None:
+    check_folded("cpu", shape, torch.float16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+def test_a_zero_matrix_stays_zero_interpreted() -> None:
+    stack = torch.zeros(2, 16, 24)
+    stack[1] = torch.eye(16, 24)
+    optimizer.folded_(stack, 5)
+    assert not stack[0].any() and stack.isfinite().all() and stack[1].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 768, 896), (4, 896, 768), (6, 128, 1792), (3, 400, 1000)], ids=str)
+def test_the_folded_iteration(shape: tuple[int, int, int]) -> None:
+    check_folded("cuda", shape, torch.bfloat16, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(7, 768, 896), (7, 896, 768)], ids=str)
+def test_replayed_pieces_are_the_whole_folded_iteration(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = torch.randn(shape, device="cuda").bfloat16()
+    monkeypatch.setattr(optimizer, "FOLDED", True)
+    whole = orthogonalise_(stack.clone(), 5)
+    monkeypatch.setattr(optimizer, "REPLAYED", 3 * 768 * 896)  # two pieces and one matrix left over
+    for _ in range(2):
+        pieces = orthogonalise_(stack.clone(), 5)
+        assert float((pieces - whole).float().norm() / whole.float().norm()) < 5e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4, 768, 896), (4, 896, 768), (3, 400, 1000)], ids=str)
 def test_newton_schulz_with_symmetric_products(shape: tuple[int, int, int]) -> None:
