@@ -4,9 +4,10 @@
     python benchmarks/engines.py --ranks 1 --arms ZeRO-3 --json out.json
 
 The megatron engine's data parallel (distributed optimizer: state cut like ZeRO-1) beside DeepSpeed's ZeRO-1, 2 and 3,
-all in bf16 with fp32 master weights and fp32 reduction, on the same batches. The model is k3_proxy's widths in five
-layers and fewer experts. Step times are medians of whole steps (forwards, backwards, reduction, update) after warm-up;
-memory is the peak that torch allocated on rank 0, and what it holds between steps. Losses are printed to compare.
+all in bf16 with fp32 master weights and fp32 reduction, torch's products, on the same batches. The model is k3_proxy's
+widths in five layers and fewer experts. Step times are medians of whole steps (forwards, backwards, reduction, update)
+after warm-up; memory is the peak that torch allocated on rank 0, and what it holds between steps. Losses are printed to
+compare.
 
 Every arm has processes of its own, because DeepSpeed keeps hold of what it made. All arms import at once, which is most
 of what a start costs, and then wait for their turn, without a CUDA context: one arm at a time has the GPUs. Rank 0 says
@@ -41,6 +42,7 @@ ARMS: dict[str, list[str]] = {
 BASE = [
     "model=k3_proxy", "model.pattern='KKKF K'", "model.moe.experts=32", "run.name=engines", "train.seq_length=4096",
     "train.micro_batch=2", "train.global_batch=8", "train.precision=bf16", "tracking.wandb=disabled", "optim.lr=1e-4",
+    "model.backend=torch",
 ]  # fmt: skip
 WARMUP, TIMED = 3, 5
 IMPORTS = 90.0  # seconds; past them the first arm begins while others still import

@@ -1,4 +1,5 @@
-"""`k3train train engine=deepspeed` with real ranks: killed in the middle of a save, started again, the same losses."""
+"""`k3train train engine=deepspeed` with real ranks: what the other engine's run records; killed in the middle of a save,
+started again, the same losses."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from k3train.train import checkpoint as disk
 from tests.train import warm
 
 pytestmark = pytest.mark.ops
-ZERO3 = (
-    "engine=deepspeed", "engine.zero_stage=3", "engine.persistent_numel=0", "parallel.world=2", "train.micro_batch=1",
-    "train.steps=4", "train.global_batch=2", "checkpoint.every=2", "model.moe.experts=8",
+SAME = (
+    "parallel.world=2", "train.micro_batch=1", "train.steps=4", "train.global_batch=2", "train.eval_every=2",
+    "checkpoint.every=2", "model.moe.experts=8",
 )  # fmt: skip
+ZERO3 = (*SAME, "engine=deepspeed", "engine.zero_stage=3", "engine.persistent_numel=0")
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +42,31 @@ def die_while_writing(rank: int, save: int) -> None:
     deepspeed_saving.write_files = half
 
 
-def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
-    straight = warm.start(tmp_path, "straight", *ZERO3, world=2)
-    assert straight.wait(200) == [0, 0], straight.output()
-    assert [step for step, _ in straight.losses()] == [1, 2, 3, 4] and straight.checkpoints() == [2, 4]
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> warm.Job:
+    """Four steps in stage 3 on two ranks, undisturbed."""
+    job = warm.start(tmp_path_factory.mktemp("straight"), "straight", *ZERO3, world=2)
+    assert job.wait(200) == [0, 0], job.output()
+    assert [step for step, _ in job.losses()] == [1, 2, 3, 4] and job.checkpoints() == [2, 4]
+    return job
 
+
+def test_a_run_records_what_the_megatron_engines_run_does(straight: warm.Job, tmp_path: Path) -> None:
+    """The same loop and callbacks: every metric of every step, and the losses of training and validation."""
+    other = warm.start(tmp_path, "megatron", *SAME, world=2)
+    assert other.wait(200) == [0, 0], other.output()
+    mine, theirs = straight.records(), other.records()
+    assert [sorted(r) for r in mine] == [sorted(r) for r in theirs]
+    compared = 0
+    for one, two in zip(mine, theirs):
+        for key in ("train/loss", "train/grad_norm", "train/lr", "train/consumed_tokens", "valid/loss", "moe/max_vio"):
+            if key in one:
+                compared += 1
+                assert one[key] == pytest.approx(two[key], rel=1e-4), (key, one["step"])
+    assert compared >= 4 * 5 + 2 and any("kda/decay_mean" in r for r in mine)
+
+
+def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(straight: warm.Job, tmp_path: Path) -> None:
     inject = "tests.engine.test_deepspeed_runs:die_while_writing"
     killed = warm.start(tmp_path, "killed", *ZERO3, world=2, inject=inject, rank=1, save=2)
     codes = killed.wait(200)

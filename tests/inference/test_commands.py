@@ -9,17 +9,29 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from k3train.inference.cache import bytes_per_token
 
 
-def k3train(*words: str) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "k3train.cli", *words], capture_output=True, text=True, env=env, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def started(*words: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "k3train.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )  # fmt: skip
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out + err
+    return out
+
+
+def k3train(*words: str, **env: str) -> str:
+    return said(started(*words, **env))
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +65,23 @@ def test_the_tiny_model_caches_its_three_full_layers() -> None:
     from k3train.config.compose import compose
 
     assert bytes_per_token(compose([]).model) == 3 * (32 + 16) * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_continues_a_run_its_exported_folder_and_its_packed_experts(tmp_path: Path) -> None:
+    """Trained, exported and quantised without the GPU; more tokens than are decoded before a step is captured."""
+    where, folder = [f"run.dir={tmp_path}", "run.name=small"], tmp_path / "small"
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "4"}
+    smoke = ["train=smoke", "train.steps=2", "tracking=disabled", "train.sample_tokens=0"]
+    k3train("train", *smoke, *where, **hidden)
+    k3train("export", *where, **hidden)
+    quantizing = started("quantize", *where, **hidden)
+    wanted = ["prompt=import", "max_tokens=24"]
+    both = [started("generate", f"source={source}", *wanted) for source in (folder, folder / "hf")]
+    assert said(quantizing)
+    of_run, of_folder = map(said, both)
+    assert of_run.startswith("import") and len(of_run) > len("import\n")
+    assert of_folder == of_run
+    of_packed = k3train("generate", f"source={folder / 'hf-mxfp4'}", *wanted)
+    assert of_packed.startswith("import") and len(of_packed) > len("import\n")
