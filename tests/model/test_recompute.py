@@ -118,12 +118,19 @@ def observed(mode: str, layout: tuple[tuple[str, int], ...]) -> Seen:
     return train(4, dict(layout), {"train.recompute": mode, "train.micro_batch": 1}, steps=1)[0]
 
 
-@pytest.mark.parametrize("mode", MODES)
+CONTEXT_TENSOR, PIPELINE_EXPERT = {"context": 2, "tensor": 2}, {"pipeline": 2, "virtual": 2, "expert": 2}
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [{"context": 2, "tensor": 2}, {"pipeline": 2, "virtual": 2, "expert": 2}],
-    ids=["CP2xTP2+SP", "PP2xVPP2xEP2"],
-)
+    ("sizes", "mode"),
+    [
+        (CONTEXT_TENSOR, "unit"), (PIPELINE_EXPERT, "full"),
+        *(pytest.param(*case, marks=pytest.mark.ops) for case in
+          [(CONTEXT_TENSOR, "selective"), (CONTEXT_TENSOR, "full"), (PIPELINE_EXPERT, "selective"),
+           (PIPELINE_EXPERT, "unit")]),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_step_of_four_ranks_is_the_same_step(mode: str, sizes: dict[str, int]) -> None:
     layout = tuple(sizes.items())
     got, want = observed(mode, layout), observed("none", layout)

@@ -15,17 +15,20 @@ def norm_of(step: Any) -> float:
     return math.sqrt(sum(float(g.double().square().sum()) for g in step.gradients.values()))
 
 
-@pytest.mark.parametrize(
-    "world,sizes",
-    [(1, {}), (2, {"tensor": 2}), (2, {"expert": 2}), (4, {"tensor": 2, "expert": 4}), (4, {"pipeline": 2, "expert": 2})],
-    ids=str,
-)
-@pytest.mark.parametrize("distributed", [True, False], ids=["sharded optimizer", "plain optimizer"])
-def test_reported_gradient_norm_counts_every_parameter_once(
-    world: int, sizes: dict[str, Any], distributed: bool
-) -> None:
+PLAIN = {"distributed_optimizer": False}
+TENSOR_EXPERT, PIPELINE_EXPERT = {"tensor": 2, "expert": 4}, {"pipeline": 2, "expert": 2}
+NORMS = [
+    (1, {}), (2, {"tensor": 2}), (2, {"expert": 2}), (4, TENSOR_EXPERT), (4, PIPELINE_EXPERT),
+    (1, PLAIN), (2, {"expert": 2, **PLAIN}), (4, {**TENSOR_EXPERT, **PLAIN}),
+    pytest.param(2, {"tensor": 2, **PLAIN}, marks=pytest.mark.ops),
+    pytest.param(4, {**PIPELINE_EXPERT, **PLAIN}, marks=pytest.mark.ops),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "sizes"), NORMS, ids=str)
+def test_reported_gradient_norm_counts_every_parameter_once(world: int, sizes: dict[str, Any]) -> None:
     """Experts were once counted per data-parallel rank, and replicated norms once per tensor rank."""
-    (step,) = train(world, {**sizes, "distributed_optimizer": distributed}, steps=1)
+    (step,) = train(world, sizes, steps=1)
     assert abs(step.grad_norm - norm_of(step)) <= RELATIVE * step.grad_norm
 
 

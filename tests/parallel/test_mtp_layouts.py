@@ -9,18 +9,22 @@ import pytest
 from tests.parallel.compare import differences, one_process, train
 
 MTP = {"model.mtp_layers": 1, "model.mtp_loss_weight": 0.5}
-LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (2, {"pipeline": 2}, {}),
+Case = tuple[int, dict[str, Any], dict[str, Any]]
+LAYOUTS: list[Case] = [
     (2, {"pipeline": 2, "virtual": 2}, {}),
     (2, {"context": 2}, {"train.micro_batch": 1}),
     (2, {"data": 2}, {"train.recompute": "full"}),
-    (4, {"pipeline": 2, "expert": 2, "transport": "padded"}, {}),
-    (2, {"data": 2}, {"optim.qk_clip": 0.45}),
 ]
-SLOW = (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1, "train.recompute": "unit"})
+FURTHER: list[Case] = [  # with -m ops
+    (2, {"pipeline": 2}, {}),
+    (2, {"data": 2}, {"optim.qk_clip": 0.45}),
+    (4, {"pipeline": 2, "expert": 2, "transport": "padded"}, {}),
+    (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1, "train.recompute": "unit"}),
+]
+CASES = [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.ops) for case in FURTHER)]
 
 
-@pytest.mark.parametrize(("world", "sizes", "overrides"), [*LAYOUTS, pytest.param(*SLOW, marks=pytest.mark.ops)], ids=str)
+@pytest.mark.parametrize(("world", "sizes", "overrides"), CASES, ids=str)
 def test_the_further_layer_trains_as_in_one_process(
     world: int, sizes: dict[str, Any], overrides: dict[str, Any]
 ) -> None:

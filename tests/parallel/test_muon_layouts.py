@@ -9,18 +9,13 @@ import pytest
 from tests.parallel.compare import differences, one_process, train
 
 MUON = {"optim.name": "muon", "optim.muon.ns_dtype": "fp32", "optim.lr": 1e-3}
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"tensor": 2}),
-    (2, {"expert": 2}),
-    (2, {"data": 2}),
-    (2, {"pipeline": 2}),
-    (2, {"context": 2}),
-    (4, {"tensor": 2, "expert": 2}),
-    (4, {"data": 4}),
-]
+Case = tuple[int, dict[str, Any]]
+LAYOUTS: list[Case] = [(2, {"tensor": 2}), (2, {"data": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2, "expert": 2})]
+FURTHER: list[Case] = [(2, {"expert": 2}), (2, {"context": 2}), (4, {"data": 4})]  # with -m ops
+CASES = [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.ops) for case in FURTHER)]
 
 
-@pytest.mark.parametrize(("world", "sizes"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("world", "sizes"), CASES, ids=str)
 def test_the_update_is_that_of_one_process(world: int, sizes: dict[str, Any]) -> None:
     assert not differences(train(world, sizes, MUON), one_process(MUON))
 

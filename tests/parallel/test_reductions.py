@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
-from tests.parallel.assemble import assemble
+from tests.parallel.assemble import Seen, assemble
 from tests.parallel.compare import FLOOR, RELATIVE, distance, one_process, train
 from tests.parallel.pool import pool
 
@@ -24,11 +26,18 @@ PARTS = {
 }
 
 
+@cache
+def two_tensor_ranks() -> Seen:
+    """One step of two tensor ranks, for every test here."""
+    (step,) = train(2, {"tensor": 2}, steps=1)
+    return step
+
+
 @pytest.mark.parametrize("what", PARTS)
 def test_partial_gradient_is_summed_over_tensor_ranks(what: str) -> None:
     ending = PARTS[what]
     (want,) = one_process(steps=1)
-    (got,) = train(2, {"tensor": 2}, steps=1)
+    got = two_tensor_ranks()
     names = [n for n in want.gradients if n.endswith(ending)]
     assert names
     for name in names:
@@ -43,7 +52,7 @@ def test_partial_gradient_is_summed_over_tensor_ranks(what: str) -> None:
 
 def test_shared_key_slice_of_mla_gets_the_gradient_of_every_head() -> None:
     """The last rows of kv_a_proj make the key channels that all heads, on all tensor ranks, share."""
-    (want,), (got,) = one_process(steps=1), train(2, {"tensor": 2}, steps=1)
+    (want,), got = one_process(steps=1), two_tensor_ranks()
     name = "layers.3.attention.kv_a_proj.weight"
     shared = want.gradients[name][8:]
     assert shared.shape[0] == 4 and float(shared.norm()) > 0
