@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from k3train.config.compose import compose
+from k3train.errors import DataError
+from k3train.train import recall
+
 TASK = 'data.corpus="recall:overwrite,pairs=4,rewrites=2"'
 WORDS = ["train=smoke", "model.vocab_size=256", "tracking.wandb=disabled", "model.pattern=KF"]
 
@@ -46,7 +50,7 @@ def test_there_is_no_tokenizer_and_no_sample(run: tuple[Path, str]) -> None:
     assert "sample:" not in out and "k3train evaluate" in out
 
 
-def test_a_vocabulary_without_room_for_the_keys_is_refused(tmp_path: Path) -> None:
-    done = k3train("train", tmp_path, "train=smoke", "tracking.wandb=disabled", "model.vocab_size=70")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "vocab_size=70 leaves" in done.stderr + done.stdout
+def test_a_vocabulary_without_room_for_the_keys_is_refused() -> None:
+    config = compose([TASK, "train=smoke", "model.vocab_size=70"])
+    with pytest.raises(DataError, match="vocab_size=70 leaves"):
+        recall.datasets(config)
