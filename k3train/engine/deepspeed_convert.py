@@ -157,9 +157,10 @@ def write_universal(engine: MegatronEngine, state: dict[str, Any], folder: Path,
         keys = live if optimizer else ["fp32"]
         by_key = {key: live[key].float().reshape(shape).clone() for key in keys}
         write_files(folder, list(universal.files({name: by_key}, max(steps) if optimizer else None)))
-    for name, buffer in engine.models[0].named_buffers():
-        if getattr(buffer, "k3", None) is not None:
-            write_files(folder, [(universal.file_of(name, universal.WEIGHTS), {"param": buffer.float().clone()})])
+    buffers = {n: b.float().clone() for n, b in engine.models[0].named_buffers() if getattr(b, "k3", None) is not None}
+    write_files(folder, [(universal.file_of(n, universal.WEIGHTS), {"param": b}) for n, b in buffers.items()])
+    if optimizer:
+        write_files(folder, list(universal.for_deepspeed(max(steps), buffers)))
     dtype = "bf16" if engine.ctx.dtype == torch.bfloat16 else "fp32"
     write_files(folder, [(universal.ABOUT, universal.about(state, optimizer=optimizer, dtype=dtype))])
 

@@ -95,10 +95,14 @@ def _content(engine: DeepSpeedEngine, state: dict[str, Any]) -> Files:
     tensors = deepspeed_state.collect(engine, optimizer=optimizer)
     content: Files = list(universal.files(tensors, max(steps, default=0.0) if optimizer else None))
     if dist.get_rank() == 0:
-        for name, buffer in engine.model.named_buffers():
-            if getattr(buffer, "k3", None) is not None:
-                now = buffer.detach().to("cpu", torch.float32, copy=True)  # the next step moves it
-                content.append((universal.file_of(name, universal.WEIGHTS), {"param": now}))
+        buffers = {
+            name: buffer.detach().to("cpu", torch.float32, copy=True)  # the next step moves it
+            for name, buffer in engine.model.named_buffers()
+            if getattr(buffer, "k3", None) is not None
+        }
+        content += [(universal.file_of(name, universal.WEIGHTS), {"param": now}) for name, now in buffers.items()]
+        if optimizer:
+            content += universal.for_deepspeed(max(steps, default=0.0), buffers)
         dtype = "bf16" if engine.ctx.dtype == torch.bfloat16 else "fp32"
         content.append((universal.ABOUT, universal.about(state, optimizer=optimizer, dtype=dtype)))
     return content

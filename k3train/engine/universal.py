@@ -3,6 +3,8 @@
     zero/NAME/fp32.pt        {"param": tensor}: weights; also buffers, such as router biases
     zero/NAME/exp_avg.pt     the optimizer's states under their torch names, and step.pt
     k3train.json             which engine wrote it, and the small state of the run
+    zero/optimizer_state.pt, [zero_pp_rank_0_]mp_rank_00_model_states.pt
+                             what DeepSpeed's own load_checkpoint asks for beside the tensors; never read here
 
 Any number of ranks and any ZeRO stage read it, a parameter at a time. Every file is opened with `weights_only`: nothing
 in it is run. Nothing here needs the deepspeed package.
@@ -24,6 +26,7 @@ ABOUT = "k3train.json"
 FOLDER = "zero"
 WEIGHTS = "fp32"
 FORMAT = "deepspeed-universal"
+DEEPSPEED_VERSION = "0.19.8"  # whose load_checkpoint was tested with these files
 
 
 def is_universal(folder: Path) -> bool:
@@ -115,3 +118,23 @@ def files(tensors: dict[str, dict[str, torch.Tensor]], step: float | None) -> It
             yield file_of(name, key), {"param": tensor}
         if step is not None and len(by_key) > 1:
             yield file_of(name, "step"), torch.tensor(float(step))
+
+
+def for_deepspeed(step: float, buffers: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    """(path inside the checkpoint, what torch.save is given) of what `load_checkpoint` of DeepSpeed itself needs too.
+
+    step: of the optimizer. buffers: fp32; DeepSpeed restores parameters alone, so its caller finds these in the client
+    state that it gets. Groups carry no settings: DeepSpeed would overwrite those of the run that loads, in stage 3 all
+    by those of the first group.
+    """
+    groups: list[dict[str, Any]] = [{} for _ in range(256)]  # it takes as many as the optimizer that loads has
+    state = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
+    yield f"{FOLDER}/optimizer_state.pt", {
+        "ds_version": DEEPSPEED_VERSION, "param_groups": groups, "optimizer_state_dict": state,
+    }  # fmt: skip
+    about = {
+        "module": {}, "buffers": buffers, "ds_version": DEEPSPEED_VERSION, "dp_world_size": 1, "mp_world_size": 1,
+        "global_steps": int(step), "skipped_steps": 0,
+    }  # fmt: skip
+    yield "mp_rank_00_model_states.pt", about  # stages 1 and 2 ask for this one
+    yield "zero_pp_rank_0_mp_rank_00_model_states.pt", about

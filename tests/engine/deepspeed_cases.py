@@ -274,3 +274,70 @@ def compare_on_the_kernels_path(stage: int) -> list[float]:
         return compare([stage], 2)[stage]
     finally:
         attention_residuals.uses_kernels = k3.uses_kernels = real  # type: ignore[attr-defined]
+
+
+def with_plain_deepspeed(stage: int, folder: str) -> dict[str, Any]:
+    """A checkpoint of this engine loaded by DeepSpeed alone: `deepspeed.initialize` and its `load_checkpoint`."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from k3train.engine import universal
+    from k3train.engine.deepspeed_optimizer import parameter_groups
+    from k3train.model.build import build_chunks, chunks_of_rank, make_context
+
+    reference = zero_engine(stage)
+    reference.load(Path(folder))
+    source = list(batches(reference.config, reference.layout, 2, SEED))
+    want = reference.evaluate(iter(source), len(source))[0]
+    config, layout = reference.config, reference.layout
+    config.run.seed += 1
+    ctx = make_context(config.model, layout, torch.float32, torch.device("cpu"))
+    (model,) = build_chunks(ctx, chunks_of_rank(config.model, layout.sizes, 0, None), seed=config.run.seed)
+    names = dict(model.named_parameters())
+    for parameter in names.values():
+        parameter.allreduce = True
+    os.environ.setdefault("LOCAL_RANK", "0")
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(parameter_groups(config, names), lr=0.5), dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 64},
+            "checkpoint": {"load_universal": True},
+        },
+    )  # fmt: skip
+    at = Path(folder)
+    path, client = engine.load_checkpoint(str(at.parent), tag=at.name)
+    assert path is not None and engine.global_steps == 2
+    different = []
+    for name, p in names.items():
+        found = {"fp32": safe_get_full_fp32_param(p)}
+        found |= {key: safe_get_full_optimizer_state(p, key) for key in ("exp_avg", "exp_avg_sq")}
+        for key, tensor in found.items():
+            if tensor is not None and not torch.equal(tensor, universal.read(at, name, key)):
+                different.append(f"{name}/{key}")
+    for name, buffer in model.named_buffers():
+        if name in client["buffers"]:
+            buffer.copy_(client["buffers"][name])
+    engine.eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for batch in source:
+            loss = engine(batch["tokens"], batch["labels"], reference._stream(batch))
+            sums += torch.stack([(loss * batch["loss_mask"]).sum(), batch["loss_mask"].sum()])
+    dist.all_reduce(sums)
+    rates = {group["lr"] for group in engine.optimizer.optimizer.param_groups}
+    return {"different": different, "loss": float(sums[0] / sums[1]), "want": want, "rates": rates}
+
+
+def gradients_kept(stage: int) -> tuple[int, int]:
+    """Under offload: gradient elements that the host holds, and elements of this rank's share of the parameters."""
+    engine = zero_engine(stage, {"engine.offload": "cpu"})
+    run(engine, range(1))
+    zero = engine.optimizer
+    places = [
+        *zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values(),
+        zero.grad_partitions_flat_buffer,
+    ]
+    held = [*places, *(flat.grad for flat in zero.fp32_partitioned_groups_flat)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in held}
+    return sum(storages.values()), sum(flat.numel() for flat in zero.fp32_partitioned_groups_flat)

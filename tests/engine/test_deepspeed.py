@@ -86,6 +86,21 @@ def test_checkpoints_are_what_deepspeeds_own_save_and_converter_make(tmp_path: P
     assert not seen["different"] and seen["compared"] > 300 and seen["goes on"], seen
 
 
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 3)], ids=["one rank, stage 2", "two ranks, stage 3"])
+def test_deepspeeds_own_load_checkpoint_takes_the_folder(tmp_path: Path, world: int, stage: int) -> None:
+    """Without anything of this engine: weights and moments bit for bit, and the loss. The settings stay the loader's."""
+    folder = str(tmp_path / "step-2")
+    pool(2).run(CASES + "save_and_go_on", stage=1, folder=folder, timeout=100)
+    for seen in pool(world).run(CASES + "with_plain_deepspeed", stage=stage, folder=folder, timeout=100):
+        assert not seen["different"] and seen["rates"] == {0.5}, seen
+        assert seen["loss"] == pytest.approx(seen["want"], rel=1e-6)
+
+
+def test_gradients_lie_in_host_memory_once() -> None:
+    for held, share in pool(2).run(CASES + "gradients_kept", stage=3, timeout=100):
+        assert held == share
+
+
 def test_a_save_that_one_rank_cannot_finish_fails_on_every_rank_and_seals_nothing(tmp_path: Path) -> None:
     said = pool(2).run(CASES + "failing_save", folder=str(tmp_path), timeout=100)
     assert len(set(said)) == 1 and "rank 1 could not write its part" in said[0] and "No space left" in said[0]
