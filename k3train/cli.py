@@ -15,6 +15,8 @@ from k3train import launch, signals, verbs
 from k3train.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
+
     from omegaconf import DictConfig
 
     from k3train.config.schema import Config
@@ -158,7 +160,7 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
     from k3train.config import compose as composing
     from k3train.config.overrides import check_overrides
 
-    args = get_args_parser().parse_args(rest)
+    args = parse_flags(get_args_parser(), name, rest)
     changed = {old: expand_bare(name, old) for old in args.overrides}
     words = [changed.get(word, word) for word in rest]
     args.overrides = [changed[o] for o in args.overrides]
@@ -192,10 +194,25 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
         sys.argv = before
     if caught:
         config = composing.to_config(caught[0])
+        if name != "data prepare" and config.data.input is not None:
+            raise ConfigError(
+                f"data.input={config.data.input} is what `{PROGRAM} data prepare` reads; type data.corpus={config.data.input}"
+            )
         return composing.adopt_model(config, args.overrides) if name == "train" else config
     for run, code in outcomes:
         print(f"{run}: {'done' if code == 0 else f'exit code {code}'}", flush=True)
     return max((code for _, code in outcomes), default=0)
+
+
+def parse_flags(parser: argparse.ArgumentParser, name: str, rest: list[str]) -> argparse.Namespace:
+    """Hydra's own flags among the words. Raises ConfigError for a flag that neither of us has."""
+
+    def complain(message: str) -> None:
+        hint = "keys are typed as section.key=value, without dashes" if "unrecognized" in message else "see --hydra-help"
+        raise ConfigError(f"{message}; {hint}; `{PROGRAM} {name} --help` lists them")
+
+    parser.error = complain  # type: ignore[assignment, method-assign]
+    return parser.parse_args(rest)
 
 
 def verb_help(name: str, overrides: list[str]) -> str:

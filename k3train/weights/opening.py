@@ -59,13 +59,22 @@ def open_hf(path: Path) -> Opened:
     return Opened("hf", path, folder.model, folder, folder.tokens, found, identity)
 
 
+def _there(path: Path) -> str:
+    """What could have been meant."""
+    near = path.parent
+    runs = sorted(p.parent.name for p in near.glob("*/config.yaml")) if near.is_dir() else []
+    if runs:
+        return f"{near} holds {', '.join(runs[:12])}"
+    return f"train one first: k3train train run.name={path.name}"
+
+
 def open_run(path: Path, say: Callable[[str], None] = print) -> Opened:
     """A run folder (its newest whole checkpoint) or one checkpoint of it; checksums are verified."""
     from k3train.config.compose import load_resolved
     from k3train.train import checkpoint as disk
 
     if not path.is_dir():
-        raise WeightsError(f"{path} is neither a run folder, nor a checkpoint, nor a Hugging Face folder")
+        raise WeightsError(f"{path} is neither a run folder, nor a checkpoint, nor a Hugging Face folder; {_there(path)}")
     origin = disk.locate(path, say)
     run = next((folder for folder in (path, *origin.parents) if (folder / "config.yaml").is_file()), None)
     if run is None:

@@ -225,7 +225,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise WeightsError(f"{path} is missing") from None
+        raise WeightsError(
+            f"{path} is missing; a Hugging Face folder has config.json beside its .safetensors files"
+        ) from None
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

@@ -34,6 +34,8 @@ def outcome(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
         (["train", "parallel.tensor=3"], "type parallel.tensor=2"),
         (["train", "-m", "model.balancing=quantile,sing"], "did you mean model.balancing=sign?"),
         (["plan", "-m", "train.steps=1,2"], "cannot be swept"),
+        (["train", "--resume"], "keys are typed as section.key=value"),
+        (["train", "data.input=corpus.jsonl"], "type data.corpus=corpus.jsonl"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(
