@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from k3train.config.schema import ModelConfig
+from k3train.parallel.expert_exchange import ExchangePlan
 from k3train.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class ModelContext:
     recompute: str = "none"
     activations: dict[str, str] = field(default_factory=dict)
     """Policy by class of tensor; a class that is missing follows `recompute`."""
+    exchange: ExchangePlan = field(default_factory=ExchangePlan)
+    """How rows reach the experts of other ranks, shared by all layers."""
     recomputing: bool = False
     """True while a backward computes activations again: tokens are not counted and nothing is recorded."""
     probe: Callable[[str, torch.Tensor], None] | None = None
@@ -50,6 +53,7 @@ class PackedStream:
     loss_weight: fp32 [T] of this rank, the factor of each token's loss in the sum that is differentiated, which lets the
     head find its gradients with the losses (any multiple of that sum may be walked back); None: any sum of the losses.
     further: the targets of multi-token prediction in a training step, and its loss afterwards; None: not predicted.
+    bounds: cu_seqlens on the host, where they were there before they went to a device.
     attend: replaces every sequence mixer's forward, for decoding against a cache; called with the module and its input.
     """
 
@@ -59,6 +63,7 @@ class PackedStream:
     valid: torch.Tensor | None = None
     loss_weight: torch.Tensor | None = None
     further: Further | None = None
+    bounds: Sequence[int] | None = None
     attend: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     cache: dict[str, object] = field(default_factory=dict)
 

@@ -7,14 +7,15 @@ document enters with (report section 5.1, equation 17); an attention layer needs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from k3kernels.conv import short_convolution
+from k3kernels.conv import short_convolution_qkv
 from k3kernels.kda import first_document_state, fold_segments, kda_segment
 from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
 from k3train.parallel.slices import QueryBlock, Slice, cut, swapped_blocks
@@ -28,20 +29,33 @@ Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def _bounds(stream: PackedStream) -> list[int]:
-    """Document borders on the host, read once a micro-batch."""
-    if "bounds" not in stream.cache:
-        stream.cache["bounds"] = stream.cu_seqlens.tolist()
-    return stream.cache["bounds"]  # type: ignore[return-value]
+def _bounds(stream: PackedStream) -> Sequence[int]:
+    """Document borders on the host. Reading them from a device waits for it, once a micro-batch."""
+    if stream.bounds is None:
+        stream.bounds = stream.cu_seqlens.tolist()
+    return stream.bounds
+
+
+def _on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host on the device, without waiting for it."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def local_slice(stream: PackedStream, group: dist.ProcessGroup) -> tuple[Slice, torch.Tensor]:
     """This rank's slice and its piece borders int32 [pieces + 1] on the stream's device, made once a micro-batch."""
     if "context_slice" not in stream.cache:
         part = cut(_bounds(stream), group.size(), group.rank())
-        borders = torch.tensor(part.pieces, dtype=torch.int32, device=stream.cu_seqlens.device)
-        stream.cache["context_slice"] = part, borders
+        stream.cache["context_slice"] = part, _on_device(part.pieces, torch.int32, stream.cu_seqlens.device)
     return stream.cache["context_slice"]  # type: ignore[return-value]
+
+
+def history(stream: PackedStream, part: Slice, count: int) -> torch.Tensor:
+    """Slice.history int64 [count] on the stream's device, made once a micro-batch."""
+    key = f"context_history_{count}"
+    if key not in stream.cache:
+        stream.cache[key] = _on_device(part.history(count), torch.int64, stream.cu_seqlens.device)
+    return stream.cache[key]  # type: ignore[return-value]
 
 
 # -- KDA ------------------------------------------------------------------------------------------------------------
@@ -58,7 +72,7 @@ def kda_attention(
     group = layer.ctx.layout.cp
     part, borders = local_slice(stream, group)
     weights = (layer.q_conv, layer.k_conv, layer.v_conv)
-    q, k, v = convolve((q, k, v), weights, part, borders, group)
+    q, k, v = convolve((q, k, v), weights, stream, group)
     state = entering_state(layer, k, v, z, beta, part, group) if part.crossed else None
     initial = None if state is None else first_document_state(state, len(part.pieces) - 1)
     out, _ = layer.recurrence(q, k, v, z, beta, cu_seqlens=borders, initial_state=initial)
@@ -66,26 +80,28 @@ def kda_attention(
 
 
 def convolve(
-    inputs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...], part: Slice, borders: torch.Tensor,
-    group: dist.ProcessGroup,
-) -> list[torch.Tensor]:  # fmt: skip
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor], stream: PackedStream, group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Short convolutions [T/P, C_i] with C_i x W weights that see the inputs of the ranks before, in one exchange."""
+    part, borders = local_slice(stream, group)
     before = weights[0].shape[1] - 1
-    states: list[torch.Tensor | None] = [None] * len(inputs)
+    states: tuple[torch.Tensor, ...] | None = None
     if part.crossed and before:
         tails = gather_rows(torch.cat([x[-before:] for x in inputs], dim=-1), group)
-        places = torch.tensor(part.history(before), device=tails.device)
+        places = history(stream, part, before)
         # ranks without history read a row too and drop it, so that all of them meet in the backward
         rows = tails[places.clamp(min=0)].masked_fill((places < 0)[:, None], 0)
         others = len(part.pieces) - 2
-        states = [
+        states = tuple(
             torch.nn.functional.pad(rest.mT[None], (0, 0, 0, 0, 0, others))
             for rest in rows.split([x.shape[-1] for x in inputs], dim=-1)
-        ]
-    return [
-        short_convolution(x[None], w, cu_seqlens=borders, initial_state=s)[0][0]
-        for x, w, s in zip(inputs, weights, states)
-    ]
+        )
+    q, k, v = inputs
+    *out, _ = short_convolution_qkv(
+        q[None], k[None], v[None], *weights, cu_seqlens=borders, initial_states=states  # type: ignore[arg-type]
+    )  # fmt: skip
+    return tuple(x[0] for x in out)
 
 
 def entering_state(
@@ -147,6 +163,29 @@ class _StateScan(torch.autograd.Function):
 # -- attention ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A block of query rows whose pieces' borders are on the device: int32 [pieces + 1] among the queries and among the
+    keys, both from 0, with empty pieces at the end (kernels are planned for each number of pieces)."""
+
+    block: QueryBlock
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> list[Rows]:
+    """The blocks that this rank attends for, made once a micro-batch."""
+    if "query_rows" not in stream.cache:
+        device, found = stream.cu_seqlens.device, []
+        for block in swapped_blocks(_bounds(stream), group.size(), group.rank()):
+            more = max(8, 1 << (len(block.pieces) - 1).bit_length()) - len(block.pieces)
+            ends = [(last - block.first, last - block.first_key) for _, last, _ in block.pieces]
+            queries, keys = zip((0, 0), *ends, *[ends[-1]] * more)
+            found.append(Rows(block, _on_device(queries, torch.int32, device), _on_device(keys, torch.int32, device)))
+        stream.cache["query_rows"] = found
+    return stream.cache["query_rows"]  # type: ignore[return-value]
+
+
 def latent_attention(
     ctx: ModelContext, q: torch.Tensor, latent: torch.Tensor, expand: Expand, stream: PackedStream, scale: float,
     watch: Watch | None = None,
@@ -159,43 +198,52 @@ def latent_attention(
     causal mask, ranks trade half of their query rows with their mirror and trade the results back.
     """
     group = ctx.layout.cp
-    if "query_blocks" not in stream.cache:
-        stream.cache["query_blocks"] = swapped_blocks(_bounds(stream), group.size(), group.rank())
-    blocks: list[QueryBlock] = stream.cache["query_blocks"]  # type: ignore[assignment]
-
+    blocks = query_rows(stream, group)
     shown = [watch]  # taken by the first pass: the backward runs the core again
 
     def core(q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
         once = shown.pop() if shown else None
         return attend_blocks(ctx.backend, q, gather_rows(latent, group), expand, blocks, scale, once)
 
-    # keys and values of the whole stream exist only while the core runs; the backward gathers and expands them again
-    out = checkpoint(core, swap_halves(q, group), latent, use_reentrant=False, preserve_rng_state=False)
+    rows = swap_halves(q, group)
+    if ctx.recompute in ("full", "unit"):  # the whole layer is computed again, and keeps nothing before
+        out = core(rows, latent)
+    else:
+        # keys and values of the whole stream exist only while the core runs: the backward gathers and expands them again
+        out = checkpoint(core, rows, latent, use_reentrant=False, preserve_rng_state=False)
     return swap_halves(out, group)
 
 
 def attend_blocks(
-    backend: Backend, q: torch.Tensor, latents: torch.Tensor, expand: Expand, blocks: list[QueryBlock], scale: float,
+    backend: Backend, q: torch.Tensor, latents: torch.Tensor, expand: Expand, blocks: list[Rows], scale: float,
     watch: Watch | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """q [rows, H, K] of the blocks end to end, latents [T, C] of the whole stream -> [rows, H, V]."""
-    needed = merge([(b.first_key, b.last) for b in blocks])
+    needed = merge([(b.block.first_key, b.block.last) for b in blocks])
     k, v = expand(torch.cat([latents[a:b] for a, b in needed]) if len(needed) > 1 else latents[slice(*needed[0])])
-    outputs, row = [], 0
-    for block in blocks:
-        base, before = 0, 0
+    parts = []
+    for rows, part in zip(blocks, q.split([b.block.last - b.block.first for b in blocks])):
+        block, base, before = rows.block, 0, 0
         for a, b in needed:  # where the block's keys lie among the expanded ones
             if a <= block.first_key < b:
                 base = before - a
             before += b - a
-        for first, last, first_key in block.pieces:
-            rows = q[row : row + last - first]
-            keys = slice(base + first_key, base + last)
-            if watch is not None:
-                watch(rows, k[keys])
-            outputs.append(causal_core(backend, rows, k[keys], v[keys], scale))
-            row += last - first
-    return torch.cat(outputs)
+        # the documents of a block follow each other, and so do their keys
+        keys, values = (x[base + block.first_key : base + block.last] for x in (k, v))
+        lengths = [(last - first, last - first_key) for first, last, first_key in block.pieces]
+        if watch is not None:
+            for queries, known in split_pieces(part, keys, lengths):
+                watch(queries, known)
+        parts.append(backend.suffixes_attention(part, keys, values, rows.queries, rows.keys, lengths, scale))
+    return torch.cat(parts)
+
+
+def split_pieces(
+    q: torch.Tensor, k: torch.Tensor, lengths: Sequence[tuple[int, int]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Queries and keys of each piece."""
+    queries, keys = (list(part) for part in zip(*lengths))
+    return list(zip(q.split(queries), k.split(keys)))
 
 
 def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -207,8 +255,3 @@ def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((a, b))
     return merged
-
-
-def causal_core(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q [n, H, K] are the last n of the m positions of k [m, H, K], v [m, H, V] -> [n, H, V]."""
-    return backend.suffix_attention(q, k, v, scale)

@@ -165,11 +165,8 @@ class Communicator(P2PCommunicator):
     sent: bytes of each tensor sent in the last schedule, forward and backward, in order.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, config: ModelParallelConfig, table: Borders, tokens: int, *, waits: bool = True
-    ) -> None:  # fmt: skip
-        """tokens: T_local of a micro-batch. waits: whether the host may wait for the device after a batched transfer
-        (megatron's guard against an old fault of torch); a schedule that is captured must not."""
+    def __init__(self, group: dist.ProcessGroup, config: ModelParallelConfig, table: Borders, tokens: int) -> None:
+        """tokens: T_local of a micro-batch."""
         interleaved = config.virtual_pipeline_model_parallel_size is not None
         if interleaved and (config.batch_p2p_comm or not config.overlap_p2p_comm):
             raise LayoutError(
@@ -178,7 +175,7 @@ class Communicator(P2PCommunicator):
             )
         config = copy.copy(config)
         config.variable_seq_lengths = True  # the base class then asks `_communicate_shapes`: the table answers
-        config.batch_p2p_sync = config.batch_p2p_sync and waits
+        config.batch_p2p_sync = False  # a wait of the host after every batched transfer, for a fault of old torch
         super().__init__(group, config)
         self.table, self.tokens = table, tokens
         self.chunks = table.stages // table.pipeline

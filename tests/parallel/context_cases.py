@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from k3train.model.backend.local import Backend
 from k3train.model.build import make_context
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.gated_mla import GatedMLA
 from k3train.model.kda import KDA
 from k3train.model.parameters import ParameterSpec, draw, initialize_parameters
-from k3train.parallel import context as context_parallel
 from k3train.parallel import layout as layouts
 from tests.parallel.tiny import tiny_model
 
@@ -116,7 +116,7 @@ def attention_work(bounds: list[int]) -> tuple[int, int]:
     ctx, _ = contexts()
     module = initialized(GatedMLA(ctx, 0), ctx)
     pairs, largest = 0, 0
-    real = context_parallel.causal_core
+    real = Backend.suffix_attention
 
     def counted(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         nonlocal pairs
@@ -130,13 +130,13 @@ def attention_work(bounds: list[int]) -> tuple[int, int]:
             largest = max(largest, t.numel())
         return t
 
-    context_parallel.causal_core = counted
+    Backend.suffix_attention = counted
     try:
         x = torch.randn(bounds[-1] // ctx.layout.cp.size(), ctx.model.hidden_size, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t):
             module(x, PackedStream(torch.tensor(bounds, dtype=torch.int32), bounds[-1]))
     finally:
-        context_parallel.causal_core = real
+        Backend.suffix_attention = real
     return pairs, largest
 
 

@@ -6,6 +6,7 @@ It runs anywhere and is the reference for the others, which subclass `Backend` a
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,6 +111,9 @@ class Backend:
     def finish(self, model: nn.Module) -> None:
         """Called once with every built chunk of the model, when modules know their names."""
 
+    def weights_changed(self) -> None:
+        """Called before the first micro-batch that sees new weights: a step's, or an evaluation's."""
+
     column: type[nn.Module] = Column
     row: type[nn.Module] = Row
     replicated: type[nn.Module] = Replicated
@@ -133,6 +137,17 @@ class Backend:
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHK, k_MHK, v_MHV))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
 
+    def suffixes_attention(
+        self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
+        lengths: Sequence[tuple[int, int]], scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """`suffix_attention` of documents end to end: queries q [N, H, K] and keys k [M, H, K] of each, by the lengths
+        (queries, keys) on the host and the borders cu_q, cu_k int32 [documents + 1] on the device, where empty documents
+        may follow -> [N, H, V]."""
+        sizes_q, sizes_k = (list(sizes) for sizes in zip(*lengths))
+        pieces = zip(q_NHK.split(sizes_q), k_MHK.split(sizes_k), v_MHV.split(sizes_k))
+        return torch.cat([self.suffix_attention(*piece, scale) for piece in pieces])
+
     def expert_weight(self, ctx: ModelContext, spec: ParameterSpec) -> nn.Module | nn.Parameter:
         """The stacked experts of this rank, [E_local, out, in], in the form that `grouped_linear` takes."""
         return new_parameter(spec, ctx.layout, ctx.dtype)
@@ -140,11 +155,15 @@ class Backend:
     def grouped_linear(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Rows of x [N, in], sorted by expert with counts [E] rows each, times weight [E, out, in] -> [N, out].
 
-        On GPU in bf16 the counts stay on the device; elsewhere they are read on the host.
+        On GPU in bf16 the counts stay on the device; elsewhere they are read on the host. Rows behind those of the last
+        expert give zeros, or on a GPU in bf16 whatever is there.
         """
         if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
             ends = counts.to(x.device, non_blocking=True).cumsum(0).to(torch.int32)
             return GroupedLinear.apply(x, weight, ends)
         rows = counts.tolist()
-        parts = [F.linear(part, w) for part, w in zip(x.split(rows), weight.unbind(0))]
+        rest = x.shape[0] - sum(rows)
+        parts = [F.linear(part, w) for part, w in zip(x.split([*rows, rest]), weight.unbind(0))]
+        if rest:
+            parts.append(x.new_zeros(rest, weight.shape[1]))
         return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])

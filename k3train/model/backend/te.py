@@ -7,6 +7,7 @@ in FP8 through transformer-engine's. Their activation is always the model's own,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import nn
 
 from k3train.config.precision import MULTIPLE, Precision, part_of
+from k3train.model.backend.fp8_inputs import SHARING
 from k3train.model.backend.local import Backend, Replicated, RMSNorm
 from k3train.model.backend.te_library import TransformerEngine
 from k3train.model.parameters import ParameterSpec, new_parameter
@@ -30,6 +32,7 @@ class TEProduct(nn.Module):
 
     weight: nn.Parameter
     recipe: object | None = None
+    shares, caches = False, False  # train.fp8_share_inputs where others read the same input, train.fp8_cache_weights
 
     def set_weight(self, ctx: ModelContext, weight: nn.Parameter) -> None:
         self.weight = weight
@@ -37,6 +40,8 @@ class TEProduct(nn.Module):
         self.product = ctx.backend.library.product(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shares or self.caches:
+            return self.product(x, self.recipe, share=self.shares, cache=self.caches)
         return self.product(x, self.recipe)
 
 
@@ -100,6 +105,7 @@ class TEBackend(Backend):
         self.library, self.precision = library, precision
         self.recipe = library.recipe(precision.recipe) if precision.recipe is not None else None
         self.notice = f"model.backend=te: transformer-engine {library.version}; products in {precision.describe()}"
+        self.caching: list[TEProduct] = []
 
     def finish(self, model: nn.Module) -> None:
         """Give every product of a built model its recipe, by its name. Sizes that FP8 cannot take stay in BF16."""
@@ -111,8 +117,16 @@ class TEBackend(Backend):
                 odd.add(f"{part_of(name)} {tuple(module.weight.shape)}")
             else:
                 module.recipe = self.recipe
+                module.shares = self.precision.share_inputs and SHARING.fullmatch(name) is not None
+                module.caches = self.precision.cache_weights
+                if module.caches:
+                    self.caching.append(module)
         if odd:
             self.notice += f"; in bf16 too, for sizes that are no multiple of {MULTIPLE}: {', '.join(sorted(odd))}"
+
+    def weights_changed(self) -> None:
+        for module in self.caching:
+            module.product.refresh()
 
     def attention(
         self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THV: torch.Tensor, stream: PackedStream, scale: float
@@ -126,6 +140,13 @@ class TEBackend(Backend):
         n, m = q_NHK.shape[0], k_MHK.shape[0]
         ends = torch.arange(2, dtype=torch.int32, device=q_NHK.device)
         return self.library.attention(q_NHK, k_MHK, v_MHV, ends * n, ends * m, n, m, scale, at_end=n != m)
+
+    def suffixes_attention(
+        self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
+        lengths: Sequence[tuple[int, int]], scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        n, m = q_NHK.shape[0], k_MHK.shape[0]
+        return self.library.attention(q_NHK, k_MHK, v_MHV, cu_q, cu_k, n, m, scale, at_end=n != m)
 
     def grouped_linear(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         low = self.recipe is not None and "experts" not in self.precision.bf16_parts

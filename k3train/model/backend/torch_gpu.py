@@ -5,6 +5,7 @@ Needs nothing beside torch. Its linears, norms and element-wise parts are unfuse
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +57,14 @@ class TorchBackend(Backend):
         n, m = q_NHK.shape[0], k_MHK.shape[0]
         ends = torch.arange(2, dtype=torch.int32, device=q_NHK.device)
         return varlen_flash(q_NHK, k_MHK, v_MHV, ends * n, ends * m, n, m, scale)
+
+    def suffixes_attention(
+        self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
+        lengths: Sequence[tuple[int, int]], scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        if not fits_flash(q_NHK, v_MHV):
+            return super().suffixes_attention(q_NHK, k_MHK, v_MHV, cu_q, cu_k, lengths, scale)
+        return varlen_flash(q_NHK, k_MHK, v_MHV, cu_q, cu_k, q_NHK.shape[0], k_MHK.shape[0], scale)
 
 
 def fits_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
