@@ -109,10 +109,7 @@ class MegatronEngine:
         table = stage_borders(self.config.model, sizes, parallel.pipeline_layout, parallel.transport)
         link_stages(self.models, table)
         split = sizes.context * (sizes.tensor if sizes.sequence_parallel else 1)
-        return Communicator(
-            self.layout.pp, self.ctx.megatron, table, train.seq_length * train.micro_batch // split,
-            waits=train.cuda_graphs == "none",
-        )  # fmt: skip
+        return Communicator(self.layout.pp, self.ctx.megatron, table, train.seq_length * train.micro_batch // split)
 
     def _wrap(self) -> list[DistributedDataParallel]:
         parallel = self.config.parallel
@@ -195,10 +192,13 @@ class MegatronEngine:
     # -- stepping ---------------------------------------------------------------------------------------------------
 
     def _forward(self, batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-        batch = to_device(next(batches), self.device)
+        held = next(batches)
+        batch = to_device(held, self.device)
         total = batch["tokens"].shape[0]
         start, length = self._slice(total)
         stream = PackedStream(batch["cu_seqlens"], total, sequence_length=self.config.train.seq_length)
+        if self.layout.sizes.context > 1 and not held["cu_seqlens"].is_cuda:
+            stream.bounds = held["cu_seqlens"].tolist()
         tokens = batch["tokens"].narrow(0, start, length)
         labels = batch["labels"].narrow(0, start, length)
         mask = batch["loss_mask"].narrow(0, start, length)
