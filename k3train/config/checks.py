@@ -301,12 +301,19 @@ def _check_graphs(config: Config) -> None:
 
 def _check_precision(config: Config) -> None:
     t, p = config.train, config.parallel
-    precision = precision_of(t.precision, t.bf16_parts)
+    precision = precision_of(
+        t.precision, t.bf16_parts, share_inputs=t.fp8_share_inputs, cache_weights=t.fp8_cache_weights
+    )
     if precision.recipe is None:
         return
     if config.model.backend not in ("auto", "te"):
         raise ConfigError(
             f"train.precision={t.precision} is a recipe of transformer-engine and model.backend={config.model.backend} "
+    if precision.cache_weights and p.overlap_param_gather:
+        raise ConfigError(
+            "train.fp8_cache_weights=true quantises all weights before the first micro-batch, and "
+            "parallel.overlap_param_gather=true lets them arrive during it; type parallel.overlap_param_gather=false"
+        )
             "has none; type model.backend=te, or train.precision=bf16"
         )
     if config.engine.name != "megatron":

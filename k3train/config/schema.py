@@ -180,6 +180,8 @@ class TrainConfig:
     log_every: int = 1
     eval_every: int = 50
     eval_samples: int = 32  # held-out sequences
+    fp8_share_inputs: bool = False  # FP8: quantise an input once for all products of a layer that read it
+    fp8_cache_weights: bool = False  # FP8: quantise weights once a step instead of once a micro-batch
     recompute: str = "none"  # none | full | unit | selective
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     sample_tokens: int = 48  # greedy sample written at the end; 0: none

@@ -1,9 +1,16 @@
-"""transformer-engine on the device: FP8 products, training beside BF16, and checkpoints that go both ways."""
+"""transformer-engine on the device: FP8 products, training beside BF16, and checkpoints that go both ways.
+
+Each test is seconds of work, and says where it stands when it is not: after STUCK seconds every thread's stack is printed,
+and training stops between two steps after PATIENCE.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import importlib.util
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,15 +31,27 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
+STUCK, PATIENCE = 40.0, 45.0  # seconds; kernels are compiled within them
 ALL_FP8 = tuple(part for part in Precision().bf16_parts if part != "experts")
 SIZES = {
-    "model.vocab_size": 256, "model.hidden_size": 128, "model.dense_hidden": 256, "model.kda.heads": 4,
+    "model.pattern": "KKF", "model.vocab_size": 256, "model.hidden_size": 128, "model.dense_hidden": 256, "model.kda.heads": 4,
     "model.kda.head_dim": 32, "model.mla.heads": 4, "model.mla.q_lora_rank": 64, "model.mla.kv_lora_rank": 64,
     "model.mla.nope_dim": 32, "model.mla.shared_dim": 16, "model.mla.v_dim": 32, "model.moe.expert_hidden": 64,
     "model.moe.latent": 64, "model.init_std": 0.02, "model.norm_eps": 1e-5, "model.mla.latent_eps": 1e-6,
-    "train.seq_length": 256, "train.micro_batch": 2, "train.global_batch": 4, "optim.eps": 1e-8,
+    "train.seq_length": 256, "train.micro_batch": 2, "train.global_batch": 2, "optim.eps": 1e-8,
 }  # fmt: skip
-"""Every size a multiple of 16, so that every part can run in FP8."""
+"""Every size a multiple of 16, so that every part can run in FP8; a dense layer, a sparse one and full attention."""
+STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def where_it_stands() -> Iterator[None]:
+    """The stacks of a test that does not end."""
+    stderr = sys.__stderr__
+    assert stderr is not None
+    faulthandler.dump_traceback_later(STUCK, file=stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def engine_of(layout: Any, **train: Any) -> MegatronEngine:
@@ -55,8 +74,13 @@ def batches(config: Any, step: int, seed: int) -> Iterator[dict[str, torch.Tenso
 
 
 def train(engine: MegatronEngine, steps: range, *, lr: float = 3e-3, seed: int = 0) -> list[float]:
-    micro = engine.micro_batches(engine.config.train.global_batch)
-    return [engine.step(batches(engine.config, n, seed), lr, micro).loss for n in steps]
+    micro, losses, begin = engine.micro_batches(engine.config.train.global_batch), [], time.monotonic()
+    for n in steps:
+        if time.monotonic() - begin > PATIENCE:
+            pytest.fail(f"{len(losses)} of {len(steps)} steps in {PATIENCE:.0f} s")
+        losses.append(engine.step(batches(engine.config, n, seed), lr, micro).loss)
+    print(f"{len(losses)} steps in {time.monotonic() - begin:.1f} s")
+    return losses
 
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
@@ -92,7 +116,7 @@ def test_bf16_steps_are_those_of_the_local_backend(one_rank: Any) -> None:
     seen = {}
     for backend in ("local", "te"):
         engine = engine_of(one_rank, backend=backend, precision="bf16")
-        micro = engine.micro_batches(4)
+        micro = engine.micro_batches(2)
         seen[backend] = [engine.step(batches(engine.config, n, 0), 1e-3, micro) for n in range(4)]
     for a, b in zip(seen["local"], seen["te"]):
         print(f"{a.loss:.4f} {b.loss:.4f}  {a.grad_norm:.4f} {b.grad_norm:.4f}")
@@ -117,37 +141,56 @@ def test_a_checkpoint_of_one_backend_goes_on_in_the_other(
     assert max(abs(x - y) for x, y in zip(a, b)) < 0.03
 
 
+@pytest.fixture(scope="module")
+def bf16_losses(one_rank: Any) -> list[float]:
+    return train(engine_of(one_rank, precision="bf16"), range(STEPS))
+
+
+@pytest.mark.parametrize("graphs", ["none", "step"], ids=["eager", "captured"])
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
-def test_fp8_trains_like_bf16(one_rank: Any, recipe: str) -> None:
-    steps = range(40)
-    bf16 = train(engine_of(one_rank, precision="bf16"), steps)
-    engine = engine_of(one_rank, precision=recipe, recompute="selective", bf16_parts=list(ALL_FP8))
+def test_fp8_trains_like_bf16(one_rank: Any, bf16_losses: list[float], recipe: str, graphs: str) -> None:
+    """With the parts in BF16 that are by default: what a run with this precision does."""
+    engine = engine_of(one_rank, precision=recipe, cuda_graphs=graphs)
     low = {n for n, m in engine.models[0].named_modules() if isinstance(m, TEProduct) and m.recipe is not None}
     assert "layers.0.attention.q_proj" in low and "lm_head" not in low and "layers.0.attention.f_a_proj" not in low
-    fp8 = train(engine, steps)
-    ends = [sum(x[-10:]) / 10 for x in (bf16, fp8)]
-    print(recipe, f"start {bf16[0]:.3f} {fp8[0]:.3f}, end {ends[0]:.4f} {ends[1]:.4f}")
-    assert ends[0] < bf16[0] - 0.1, "bf16 has learnt"
-    assert abs(ends[0] - ends[1]) < 0.05
-    assert fp8 != bf16
+    fp8 = train(engine, range(STEPS))
+    ends = [sum(x[-6:]) / 6 for x in (bf16_losses, fp8)]
+    print(recipe, graphs, f"start {bf16_losses[0]:.3f} {fp8[0]:.3f}, end {ends[0]:.4f} {ends[1]:.4f}")
+    assert ends[0] < bf16_losses[0] - 1.0, "bf16 has learnt"
+    assert abs(ends[0] - ends[1]) < 0.15, "the loss falls by 0.15 a step here"
+    assert fp8 != bf16_losses
 
 
-def test_fp8_with_recomputation_of_layers(one_rank: Any) -> None:
-    losses = {}
-    for recompute in ("none", "full"):
-        losses[recompute] = train(
-            engine_of(one_rank, precision="fp8_block", recompute=recompute, bf16_parts=list(ALL_FP8)), range(3)
-        )
-    assert max(abs(a - b) for a, b in zip(losses["none"], losses["full"])) < 1e-3, losses
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_fp8_experts_train_beside_bf16(one_rank: Any, bf16_losses: list[float], recompute: str) -> None:
+    """Every part in FP8 that can be: grouped products with sizes from the host, so few steps."""
+    engine = engine_of(one_rank, precision="fp8_block", recompute=recompute, bf16_parts=list(ALL_FP8))
+    fp8 = train(engine, range(4))
+    print(recompute, fp8, bf16_losses[:4])
+    assert max(abs(a - b) for a, b in zip(fp8, bf16_losses)) < 0.03
+    assert fp8 != bf16_losses[:4]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block", "fp8_current"])
 def test_a_captured_micro_batch_is_the_eager_one(one_rank: Any, precision: str) -> None:
     runs = [
         train(engine_of(one_rank, precision=precision, cuda_graphs=graphs), range(5)) for graphs in ("none", "step")
     ]
     print(precision, runs)
-    assert max(abs(a - b) for a, b in zip(*runs)) < 5e-3
+    assert max(abs(a - b) for a, b in zip(*runs)) < 1e-2
+
+
+@pytest.mark.parametrize("graphs", ["none", "step"], ids=["eager", "captured"])
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+def test_shared_inputs_and_kept_weights_change_no_loss(one_rank: Any, recipe: str, graphs: str) -> None:
+    """The same quantised numbers, made less often; two micro-batches a step, so that kept weights are used again."""
+    kinds: list[dict[str, bool]] = [{}, {"fp8_share_inputs": True}, {"fp8_cache_weights": True}]
+    runs = [
+        train(engine_of(one_rank, precision=recipe, cuda_graphs=graphs, global_batch=4, **k), range(4)) for k in kinds
+    ]
+    print(recipe, graphs, runs)
+    for losses in runs[1:]:
+        assert max(abs(a - b) for a, b in zip(runs[0], losses)) < 1e-2
 
 
 def test_mxfp8_is_refused_before_blackwell() -> None:
