@@ -35,7 +35,8 @@ from k3train.model.k3 import K3Model
 from k3train.parallel.layout import Layout
 
 OFFLOADED_BYTES = 16  # a parameter: fp32 weight, gradient and two moments
-BUCKET = 200_000_000  # elements that are reduced together, at most
+BUCKET = 200_000_000  # elements that are reduced together
+LARGEST_BUCKET = 1_000_000_000  # where one parameter alone has more: what is longer is reduced as it is, in bf16
 
 
 def require() -> Any:
@@ -151,8 +152,9 @@ class DeepSpeedEngine:
     def settings(self) -> dict[str, Any]:
         """The configuration that DeepSpeed is given."""
         e, train = self.config.engine, self.config.train
-        cuda, elements = self.device.type == "cuda", sum(p.numel() for p in self.names.values())
-        bucket = min(BUCKET, elements + 4096)
+        cuda, sizes = self.device.type == "cuda", [p.numel() for p in self.names.values()]
+        elements = sum(sizes)
+        bucket = min(max(BUCKET, min(max(sizes), LARGEST_BUCKET)), elements + 4096)
         zero: dict[str, Any] = {
             "stage": e.zero_stage,
             "reduce_bucket_size": bucket,

@@ -341,3 +341,21 @@ def gradients_kept(stage: int) -> tuple[int, int]:
     held = [*places, *(flat.grad for flat in zero.fp32_partitioned_groups_flat)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in held}
     return sum(storages.values()), sum(flat.numel() for flat in zero.fp32_partitioned_groups_flat)
+
+
+def compare_with_small_buckets(stages: list[int]) -> list[float]:
+    """Distances of steps where stacked experts are longer than what is reduced together: in fp32 from the megatron
+    engine, in bf16 from the same stage with large buckets."""
+    from k3train.engine import deepspeed
+
+    overrides = {"engine.offload": "cpu"} if stages == [3] else {}
+    half = {**overrides, "train.precision": "bf16"}
+    whole = [run(zero_engine(stage, half), range(2)) for stage in stages]
+    real = deepspeed.BUCKET, deepspeed.LARGEST_BUCKET
+    deepspeed.BUCKET = deepspeed.LARGEST_BUCKET = 3000
+    try:
+        cut = [run(zero_engine(stage, half), range(2)) for stage in stages]
+        exact = compare(stages, 2, overrides)
+    finally:
+        deepspeed.BUCKET, deepspeed.LARGEST_BUCKET = real
+    return [max(steps) for steps in exact.values()] + [max(distances(a, b)) / 1e3 for a, b in zip(cut, whole)]

@@ -45,6 +45,13 @@ def test_vectors_that_a_kernel_reads_from_several_modules_are_there_in_stage_3()
         assert max(steps) <= 1e-5, steps
 
 
+@pytest.mark.parametrize("stages", [[1, 2], [3]], ids=["stages 1 and 2", "stage 3 with offload"])
+def test_parameters_longer_than_a_bucket_are_reduced_too(stages: list[int]) -> None:
+    """fp32 within 1e-5; bf16, where the sum over ranks is then rounded, within 1e-2."""
+    for seen in pool(2).run(CASES + "compare_with_small_buckets", stages=stages, timeout=100):
+        assert max(seen) <= 1e-5, seen
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_recomputation_and_offload_change_nothing(stage: int) -> None:
     """Recomputation gathers parameters inside a backward, which concerns stage 3 alone."""
