@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from k3train.config.activations import policies
-from k3train.config.precision import precision_of
+from k3train.config.precision import Precision, precision_of
 from k3train.config.schema import Config
 from k3train.engine import gradients, plain_state
 from k3train.engine.base import Batch, StepResult
@@ -71,7 +71,7 @@ class MegatronEngine:
         dtype = training_dtype(config.train.precision, device)
         self.ctx = make_context(
             config.model, layout, dtype, device, recompute=config.train.recompute,
-            activations=policies(config.train), precision=precision_of(config.train.precision, config.train.bf16_parts),
+            activations=policies(config.train), precision=self._precision(),
         )  # fmt: skip
         chunks = chunks_of_rank(config.model, layout.sizes, layout.pp.rank(), config.parallel.pipeline_layout)
         self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)
@@ -89,6 +89,13 @@ class MegatronEngine:
         self.graphs = None if stream is None else StepGraphs(run, stream)
 
     # -- building ---------------------------------------------------------------------------------------------------
+
+    def _precision(self) -> Precision:
+        train = self.config.train
+        return precision_of(
+            train.precision, train.bf16_parts, share_inputs=train.fp8_share_inputs,
+            cache_weights=train.fp8_cache_weights,
+        )  # fmt: skip
 
     def _capturing_stream(self) -> torch.cuda.Stream | None:
         """With captured graphs, a stream of our own for everything this process does from here on."""
@@ -254,6 +261,7 @@ class MegatronEngine:
 
     def _run_schedule(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> torch.Tensor:
         """`sums` over all ranks: valid until the next call."""
+        self.ctx.backend.weights_changed()
         sums = self.sums.zero_()
         if self.graphs is not None and not forward_only:
             self._replay(batches, micro_batches)
