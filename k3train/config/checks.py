@@ -286,7 +286,10 @@ def _check_graphs(config: Config) -> None:
     hindrances = {
         f"engine={config.engine.name}": (config.engine.name != "megatron", "it captures megatron's schedule"),
         f"parallel.context={p.context}": (p.context > 1, "the slices of documents are arithmetic on the host"),
-        f"parallel.expert={p.expert}": (p.expert > 1, "the exchange of experts reads its sizes on the host"),
+        f"parallel.expert={p.expert} and parallel.expert_exchange={p.expert_exchange}": (
+            p.expert > 1 and p.expert_exchange != "slots", "the exchange of experts reads its sizes on the host; "
+            "parallel.expert_exchange=slots does not"
+        ),
         "parallel.overlap_param_gather=true": (p.overlap_param_gather, "gathers are noted down on the host"),
         "train.activations.layer_inputs=offload": (
             config.train.activations.layer_inputs == "offload", "host memory is handed out again between steps"
@@ -306,14 +309,14 @@ def _check_precision(config: Config) -> None:
     )
     if precision.recipe is None:
         return
-    if config.model.backend not in ("auto", "te"):
-        raise ConfigError(
-            f"train.precision={t.precision} is a recipe of transformer-engine and model.backend={config.model.backend} "
     if precision.cache_weights and p.overlap_param_gather:
         raise ConfigError(
             "train.fp8_cache_weights=true quantises all weights before the first micro-batch, and "
             "parallel.overlap_param_gather=true lets them arrive during it; type parallel.overlap_param_gather=false"
         )
+    if config.model.backend not in ("auto", "te"):
+        raise ConfigError(
+            f"train.precision={t.precision} is a recipe of transformer-engine and model.backend={config.model.backend} "
             "has none; type model.backend=te, or train.precision=bf16"
         )
     if config.engine.name != "megatron":
@@ -358,6 +361,7 @@ def _check_layout(config: Config) -> None:
             f"parallel.expert_tensor={p.expert_tensor}: expert weights are never split by tensor parallelism here; "
             "type parallel.expert_tensor=1 and use parallel.expert"
         )
+    _check_exchange(config)
     if p.sequence and p.tensor == 1:
         raise LayoutError("parallel.sequence=true needs parallel.tensor above 1; type parallel.sequence=null")
     if p.tensor > 1 and not sequence_parallel(config) and (m.mtp_layers or m.dense_layers < len(pattern)):
@@ -385,6 +389,36 @@ def _check_layout(config: Config) -> None:
             + f"); type train.seq_length={math.ceil(t.seq_length / pieces) * pieces}"
         )
     _check_pipeline(config, pattern)
+
+
+def _check_exchange(config: Config) -> None:
+    m, p, t = config.model, config.parallel, config.train
+    kind = f"parallel.expert_exchange={p.expert_exchange}"
+    if p.expert_capacity < 1:
+        raise LayoutError(
+            f"parallel.expert_capacity={p.expert_capacity} is less than an equal share of the tokens and would never hold "
+            "them; type parallel.expert_capacity=1.25"
+        )
+    if p.overlap_experts and p.expert_exchange == "megatron":
+        raise LayoutError(
+            f"parallel.overlap_experts=true: {kind} waits for tokens as soon as they leave; type "
+            "parallel.expert_exchange=sized (or slots), or parallel.overlap_experts=false"
+        )
+    if p.expert == 1 and p.overlap_experts:
+        raise LayoutError(
+            "parallel.overlap_experts=true has nothing to exchange with parallel.expert=1; type parallel.expert=2 (or "
+            "more), or parallel.overlap_experts=false"
+        )
+    if p.overlap_experts and not m.moe.shared_experts:
+        raise LayoutError(
+            "parallel.overlap_experts=true computes shared experts while tokens travel, and model.moe.shared_experts=0; "
+            "type parallel.overlap_experts=false"
+        )
+    if p.expert_exchange == "slots" and "experts" not in t.bf16_parts and t.precision not in ("auto", "fp32", "bf16"):
+        raise LayoutError(
+            f"{kind}: the FP8 products of experts read their sizes on the host and take no empty rows; type "
+            f"train.bf16_parts='[{','.join(('experts', *t.bf16_parts))}]', or parallel.expert_exchange=sized"
+        )
 
 
 def _check_pipeline(config: Config, pattern: str) -> None:

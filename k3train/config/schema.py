@@ -114,6 +114,9 @@ class ParallelConfig:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    expert_exchange: str = "megatron"  # megatron | sized | slots: how tokens reach the experts of other ranks
+    expert_capacity: float = 1.25  # slots: rows a rank has room for from each other one, over an equal share of them
+    overlap_experts: bool = False  # shared experts are computed while tokens travel (sized and slots)
     world: int | None = None  # ranks in all; null: what the launcher gives, else the smallest that fits
     data: int | None = None  # data-parallel size; null: world / (tensor * pipeline * context)
     pipeline_layout: str | None = None  # "E K K K|F ...": stages split by |; null: balanced by cost
@@ -177,11 +180,11 @@ class TrainConfig:
     bf16_parts: list[str] = field(
         default_factory=lambda: ["experts", "kda_gates", "router", "attention_residuals", "norms", "head"]
     )
+    fp8_share_inputs: bool = False  # FP8: quantise an input once for all products of a layer that read it
+    fp8_cache_weights: bool = False  # FP8: quantise weights once a step instead of once a micro-batch
     log_every: int = 1
     eval_every: int = 50
     eval_samples: int = 32  # held-out sequences
-    fp8_share_inputs: bool = False  # FP8: quantise an input once for all products of a layer that read it
-    fp8_cache_weights: bool = False  # FP8: quantise weights once a step instead of once a micro-batch
     recompute: str = "none"  # none | full | unit | selective
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     sample_tokens: int = 48  # greedy sample written at the end; 0: none
@@ -326,6 +329,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.kda.output_gate": ("full", "low_rank"),
     "model.moe.router_activation": ("sigmoid",),
     "parallel.transport": ("cached", "padded"),
+    "parallel.expert_exchange": ("megatron", "sized", "slots"),
     "optim.name": ("adamw", "muon"),
     "optim.muon.scale": ("block", "matrix"),
     "optim.muon.ns_dtype": ("auto", "bf16", "fp32"),

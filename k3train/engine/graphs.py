@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from k3train.config.schema import ParallelConfig
 from k3train.engine.base import Batch
@@ -62,6 +63,24 @@ def aligned(batches: Sequence[Batch]) -> list[Batch]:
         if padding and "valid" not in full:
             full["valid"] = torch.ones_like(full["tokens"], dtype=torch.bool)
         same.append(full)
+    return same
+
+
+def agreed(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
+    """`aligned`, and with the same names and shapes on every rank of the run, which must all call it.
+
+    Where ranks that see other documents meet inside a graph, each must replay, capture or launch what the others do: NCCL
+    demands that an operation is captured on all of its ranks or on none. One small all-reduce, which the host waits for.
+    """
+    same = aligned(batches)
+    room, padding = same[0]["cu_seqlens"].numel() - 1, "valid" in same[0]
+    most = torch.tensor([room, padding], dtype=torch.int64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    room, padding = most.tolist()
+    for batch in same:
+        batch["cu_seqlens"] = pad_documents(batch["cu_seqlens"], room)
+        if padding and "valid" not in batch:
+            batch["valid"] = torch.ones_like(batch["tokens"], dtype=torch.bool)
     return same
 
 

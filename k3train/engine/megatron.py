@@ -30,7 +30,7 @@ from k3train.config.schema import Config
 from k3train.engine import gradients, plain_state
 from k3train.engine.base import Batch, StepResult
 from k3train.engine.gate import UpdateGate
-from k3train.engine.graphs import StepGraphs, to_device, whole_schedule
+from k3train.engine.graphs import StepGraphs, agreed, to_device, whole_schedule
 from k3train.engine.saving import Checksums, Saver
 from k3train.engine.sharded_state import model_state, sharded_tensor
 from k3train.engine.snapshot import HostCopies, optimizer_twin
@@ -39,6 +39,7 @@ from k3train.model.build import build_chunks, chunks_of_rank, link_stages, make_
 from k3train.model.context import PackedStream
 from k3train.model.k3 import K3Model
 from k3train.model.mtp import further
+from k3train.parallel.expert_exchange import ExchangePlan
 from k3train.parallel.layout import Layout
 from k3train.parallel.transport import Communicator
 from k3train.train import optimizer as muon_optimizer
@@ -72,6 +73,7 @@ class MegatronEngine:
         self.ctx = make_context(
             config.model, layout, dtype, device, recompute=config.train.recompute,
             activations=policies(config.train), precision=self._precision(),
+            exchange=self._make_exchange(),
         )  # fmt: skip
         chunks = chunks_of_rank(config.model, layout.sizes, layout.pp.rank(), config.parallel.pipeline_layout)
         self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)
@@ -79,6 +81,8 @@ class MegatronEngine:
         self.ddp = self._wrap()
         self.optimizer = self._make_optimizer()
         self.gate = UpdateGate(self.optimizer, device)
+        if self.ctx.exchange.fullest is not None:
+            self.gate.incomplete = self.ctx.exchange.overflowed
         self.qk_clip = self._make_qk_clip()
         self.saver, self._first_save = Saver(), True
         self.sums = torch.zeros(2 + 2 * bool(config.model.mtp_layers), dtype=torch.float64, device=device)
@@ -107,6 +111,14 @@ class MegatronEngine:
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)
         return stream
+
+    def _make_exchange(self) -> ExchangePlan:
+        """How rows reach the experts of other ranks; with slots, a count on the device of what they would have had to hold."""
+        p = self.config.parallel
+        plan = ExchangePlan(p.expert_exchange, p.expert_capacity, p.overlap_experts)
+        if p.expert > 1 and plan.kind == "slots":
+            plan.fullest = torch.zeros(1, dtype=torch.int32, device=self.device)
+        return plan
 
     def _link_stages(self) -> Communicator | None:
         """Tell every chunk what crosses its borders, and make the transfers of this rank."""
@@ -284,6 +296,9 @@ class MegatronEngine:
         without a pipeline, a micro-batch at a time."""
         assert self.graphs is not None
         context = self.graphs.eager() if self.ctx.probe is not None else nullcontext()
+        parallel, sizes = self.config.parallel, self.layout.sizes
+        if sizes.data > 1 and (sizes.expert > 1 or parallel.overlap_grad_reduce):
+            batches = iter(agreed([next(batches) for _ in range(micro_batches)], self.device))
         with context:
             if self.whole:
                 self.graphs.micro_batches([next(batches) for _ in range(micro_batches)])
@@ -316,23 +331,24 @@ class MegatronEngine:
         """One optimizer step over `micro_batches` of this rank; biases of the routers move once, after the last.
 
         Nothing moves, on any rank, and the result says skipped, where the loss or the gradient norm is not finite or
-        the norm is above `max_grad_norm`.
+        the norm is above `max_grad_norm`. Where the slots of the experts' exchange did not hold every row, the step is
+        done again on all ranks with an exchange of the sizes it needs, before anything has moved.
         """
-        for model in self.ddp:
-            model.train()
-            model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self._run_schedule(batches, micro_batches, forward_only=False)
-        if self.qk_clip is not None:
-            self.qk_clip.measure()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            # megatron leaves this product to a scheduler of its own
-            group["weight_decay"] = self.config.optim.weight_decay * group.get("wd_mult", 1.0)
-        self.gate.limit, self.gate.loss = max_grad_norm, sums[0]
-        applied, _, _ = self.optimizer.step()
+        exchange, wanted = self.ctx.exchange, 0.0
+        if exchange.fullest is None:
+            applied, sums = self._attempt(batches, lr, micro_batches, max_grad_norm)
+        else:
+            kept = [next(batches) for _ in range(micro_batches)]
+            applied, sums = self._attempt(iter(kept), lr, micro_batches, max_grad_norm)
+            if self.gate.again:  # slots were too few: what did not fit is missing in the gradients
+                wanted = exchange.capacity_wanted()
+                self._forget_counts()
+                with self.eager(), exchange.exactly():
+                    applied, sums = self._attempt(iter(kept), lr, micro_batches, max_grad_norm)
         loss_sum, tokens, *ahead = sums.tolist()  # the gate has already waited for them
         result = StepResult(loss_sum / max(tokens, 1.0), int(tokens), self.gate.norm)
+        if wanted:
+            result.extra["moe/capacity_wanted"] = wanted
         if self.qk_clip is not None:
             result.extra |= self.qk_clip.metrics()
         if ahead:
@@ -343,12 +359,35 @@ class MegatronEngine:
         result.load, result.bias_range = self._gather_loads(loads)
         return result
 
+    def _attempt(
+        self, batches: Iterator[Batch], lr: float, micro_batches: int, max_grad_norm: float
+    ) -> tuple[bool, torch.Tensor]:
+        """Gradients of the micro-batches and, where the gate lets them, the update: whether there was one, and `sums`."""
+        for model in self.ddp:
+            model.train()
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.ctx.exchange.clear()
+        sums = self._run_schedule(batches, micro_batches, forward_only=False)
+        if self.qk_clip is not None:
+            self.qk_clip.measure()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            # megatron leaves this product to a scheduler of its own
+            group["weight_decay"] = self.config.optim.weight_decay * group.get("wd_mult", 1.0)
+        self.gate.limit, self.gate.loss = max_grad_norm, sums[0]
+        applied, _, _ = self.optimizer.step()
+        return applied, sums
+
     def _skipped(self, result: StepResult) -> StepResult:
         """A step without an update: what its routers counted is forgotten too."""
         result.skipped = True
+        self._forget_counts()
+        return result
+
+    def _forget_counts(self) -> None:
         for router in gradients.routers(self.models):
             router.forget()
-        return result
 
     @contextmanager
     def eager(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from k3train.model.backend import make_backend
 from k3train.model.context import ModelContext
 from k3train.model.k3 import K3Model
 from k3train.model.parameters import initialize_parameters
+from k3train.parallel.expert_exchange import ExchangePlan
 from k3train.parallel.layout import Layout, Sizes
 from k3train.parallel.pipeline import Chunk, split_layers
 from k3train.parallel.transport import Borders, StageLink, borders
@@ -99,16 +100,18 @@ def link_stages(models: list[K3Model], table: Borders) -> None:
 
 def make_context(
     model: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device, *, recompute: str = "none",
-    activations: dict[str, str] | None = None, precision: Precision | None = None,
+    activations: dict[str, str] | None = None, precision: Precision | None = None, exchange: ExchangePlan | None = None,
 ) -> ModelContext:  # fmt: skip
     """The shared context of this rank's modules. `precision` says which products run in FP8 (none without it),
-    `activations` what backward keeps by class of tensor (`config.activations.policies`; without it as recompute says)."""
+    `activations` what backward keeps by class of tensor (`config.activations.policies`; without it as recompute says),
+    `exchange` how rows reach the experts of other ranks (without it through megatron-core's dispatcher)."""
     config = megatron_config(model, layout.sizes, dtype, on_cpu=device.type != "cuda")
     head_dims = model.mla.nope_dim + model.mla.shared_dim, model.mla.v_dim
     backend = make_backend(model.backend, device, dtype=dtype, precision=precision, head_dims=head_dims)
     return ModelContext(
-        model, config, layout, backend, dtype, device, recompute=recompute, activations=activations or {}
-    )
+        model, config, layout, backend, dtype, device, recompute=recompute, activations=activations or {},
+        exchange=exchange or ExchangePlan(),
+    )  # fmt: skip
 
 
 def build_chunks(ctx: ModelContext, chunks: list[Chunk], *, seed: int) -> list[K3Model]:

@@ -1,8 +1,8 @@
 """Stable LatentMoE (report equations 11-13; spec section 5): routed experts at a latent width, shared ones at full.
 
 y = W_up RMSNorm(sum_e p_e E_e(W_down x)) + Shared(x). Tokens travel to their experts at the latent width: to other
-ranks through megatron-core's all-to-all dispatcher, within one rank by our own sort. The weight p_e multiplies the
-activation in front of w2, as megatron applies it.
+ranks through megatron-core's all-to-all dispatcher or an exchange of our own (`parallel.expert_exchange`), within one
+rank by our own sort. The weight p_e multiplies the activation in front of w2, as megatron applies it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from k3train.model.mlp import GatedMLP
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
 from k3train.model.recompute import consumed
 from k3train.model.situ import gated_activation
+from k3train.parallel.expert_exchange import ExpertExchange
 
 
 class Router(nn.Module):
@@ -138,7 +139,10 @@ class Experts(nn.Module):
         self.w2 = stacked(latent, moe.expert_hidden)
 
     def forward(self, z: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """z [N, latent] sorted by expert, counts int [E_local], probs fp32 [N] -> [N, latent]."""
+        """z [N, latent] sorted by expert, counts int [E_local], probs fp32 [N] -> [N, latent].
+
+        Rows behind the last expert's, where there are any, belong to nobody, and what comes out there means nothing.
+        """
         linear = self.ctx.backend.grouped_linear
 
         def activate(gate: torch.Tensor, up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -166,10 +170,13 @@ class LatentMoE(nn.Module):
         self.experts = Experts(ctx)
         if moe.shared_experts:
             self.shared_experts = GatedMLP(ctx, moe.shared_experts * moe.expert_hidden)
-        local = moe.experts // ctx.layout.sizes.expert
-        first = ctx.layout.ep.rank() * local
+        self.exchange: ExpertExchange | None = None
         self.dispatcher: MoEAlltoAllTokenDispatcher | None = None
-        if ctx.layout.sizes.expert > 1:
+        if ctx.layout.sizes.expert > 1 and ctx.exchange.kind != "megatron":
+            self.exchange = ExpertExchange(ctx.exchange, ctx.layout.ep, moe.experts)
+        elif ctx.layout.sizes.expert > 1:
+            local = moe.experts // ctx.layout.sizes.expert
+            first = ctx.layout.ep.rank() * local
             self.dispatcher = MoEAlltoAllTokenDispatcher(
                 local, list(range(first, first + local)), config=ctx.megatron, pg_collection=ctx.layout.groups
             )
@@ -178,21 +185,39 @@ class LatentMoE(nn.Module):
         moe = self.ctx.model.moe
         weights, experts = self.router(x, stream)
         z = x if moe.latent is None else self.latent_down(x)
-        out = self.routed(z, weights, experts)
+        shared: torch.Tensor | None = None
+        if self.exchange is None:
+            out = self.routed(z, weights, experts)
+        else:
+            out, shared = self.exchanged(self.exchange, z, weights, experts, x)
         if moe.latent is not None:
             if moe.latent_norm:
                 out = consumed(self.ctx, "norms", self.latent_norm, out, by=self.latent_up)
             else:
                 out = self.latent_up(out)
         if moe.shared_experts:
-            out = out + self.shared_experts(x)
+            out = out + (self.shared_experts(x) if shared is None else shared)
         return out
+
+    def exchanged(
+        self, exchange: ExpertExchange, z: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`routed` through our own exchange. With overlap also the shared experts of x: gate and up while rows go out, down
+        while they come home."""
+        overlap = exchange.plan.overlap and self.ctx.model.moe.shared_experts > 0
+        # a host that reads sizes may wait where nothing is trained; there no step can be done again either
+        journey = exchange.depart(z, weights, experts, exact=not self.training)
+        finish = self.shared_experts.begin(x) if overlap else None
+        tokens, counts, probs = journey.arrive()
+        journey.send_back(self.experts(tokens, counts, probs))
+        shared = None if finish is None else finish()
+        return journey.home(), shared
 
     def routed(self, z: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Dispatch, experts, combine: [T_local, latent] -> [T_local, latent].
 
         All experts on this rank: rows are sorted by expert on the device, in shapes that do not depend on the routes.
-        Else they travel; the sizes of what each rank sends must then be known on the host.
+        Else they travel through megatron's dispatcher, which must know on the host how much each rank sends.
         """
         if self.dispatcher is None:
             order = routing.make_permutation(experts, self.ctx.model.moe.experts)

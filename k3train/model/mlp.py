@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
 from k3train.model.context import ModelContext
-from k3train.model.recompute import consumed
+from k3train.model.recompute import consumed_later
 from k3train.model.situ import gated_activation
 
 
@@ -25,8 +26,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, *, entered: torch.Tensor | None = None) -> torch.Tensor:
         """`entered` is x already inside the tensor-parallel region, when the caller has it."""
+        return self.begin(x, entered=entered)()
+
+    def begin(self, x: torch.Tensor, *, entered: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+        """Everything in front of the down projection; what is returned does that, called once."""
         x = self.ctx.layout.enter_tensor_parallel(x) if entered is None else entered
         activate = partial(gated_activation, self.ctx.model)
-        return consumed(
+        return consumed_later(
             self.ctx, "units", activate, self.gate_proj(x), self.up_proj(x), by=self.down_proj, fused=x.is_cuda
         )

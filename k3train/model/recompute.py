@@ -114,15 +114,20 @@ def consumed(
     `by` has read it, and filled again when the gradient of what `by` made arrives, before `by` walks back. fused: the
     function is one kernel that keeps nothing but its inputs.
     """
+    return consumed_later(ctx, kind, function, *tensors, by=by, fused=fused)()
+
+
+def consumed_later(
+    ctx: ModelContext, kind: str, function: Callable[..., torch.Tensor], *tensors: torch.Tensor,
+    by: Callable[[torch.Tensor], torch.Tensor], fused: bool = False,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """`consumed` in two halves: the function is computed now, and `by` when what is returned is called, once."""
     if policy(ctx, kind) != "recompute" or not torch.is_grad_enabled():
-        return by(function(*tensors))
+        now = function(*tensors)
+        return lambda: by(now)
     result = function(*tensors) if fused else region(ctx, function, *tensors)
-    out = by(result)
-    if not (result.requires_grad and out.requires_grad):
-        return out
     storage = result.untyped_storage()
     size = storage.size()
-    storage.resize_(0)
 
     def fill(_grad: torch.Tensor) -> None:
         with torch.no_grad(), _again(ctx):
@@ -130,8 +135,14 @@ def consumed(
         storage.resize_(size)
         storage.copy_(again.untyped_storage())
 
-    out.register_hook(fill)
-    return out
+    def finish() -> torch.Tensor:
+        out = by(result)
+        if result.requires_grad and out.requires_grad:
+            storage.resize_(0)
+            out.register_hook(fill)
+        return out
+
+    return finish
 
 
 def run_layers(ctx: ModelContext, layers: list[K3Layer], state: DepthState, stream: PackedStream) -> DepthState:

@@ -91,6 +91,7 @@ class _Trip:
     def __init__(self, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None) -> None:
         self.group, self.sent, self.received = group, sent, received
         self.pending: list[tuple[Any, torch.Tensor]] = []
+        self.homeward: tuple[torch.Tensor, ...] = ()
 
     def start(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
@@ -114,8 +115,10 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.trip.wait()
-        return (None, *grads)
+        trip = ctx.trip
+        trip.wait()
+        home, trip.homeward = trip.homeward, ()
+        return (None, *home)
 
 
 class _Arrive(torch.autograd.Function):
@@ -127,7 +130,8 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return (None, *(ctx.trip.start(g, back=True) for g in grads))
+        ctx.trip.homeward = tuple(ctx.trip.start(g, back=True) for g in grads)
+        return (None, *grads)  # for their shapes alone: `_Depart` hands on what comes home
 
 
 class Journey:

@@ -42,6 +42,17 @@ LAYOUTS = {
     "deepspeed with expert": (["engine=deepspeed", "parallel.expert=2", "train.micro_batch=1"], "type engine=megatron"),
     "deepspeed with the distributed optimizer": (["engine.name=deepspeed"], "type engine=deepspeed"),
     "batch ramp that does not divide": (["parallel.data=2", "schedule.batch_ramp='4:4:10'"], "multiple of 8"),
+    "slots for less than an equal share": (["parallel.expert=2", "parallel.world=2", "parallel.expert_exchange=slots",
+        "parallel.expert_capacity=0.8"], "type parallel.expert_capacity=1.25"),
+    "shared experts beside an exchange that waits": (["parallel.expert=2", "parallel.world=2",
+        "parallel.overlap_experts=true"], "type parallel.expert_exchange=sized"),
+    "shared experts beside an exchange, and none": (["parallel.expert=2", "parallel.world=2", "model.moe.shared_experts=0",
+        "parallel.expert_exchange=sized", "parallel.overlap_experts=true"], "shared_experts=0"),
+    "an exchange with nobody": (
+        ["parallel.expert_exchange=slots", "parallel.overlap_experts=true"], "type parallel.expert=2"),
+    "slots under FP8 experts": (["parallel.expert=2", "parallel.world=2", "parallel.expert_exchange=slots",
+        "train.precision=fp8_block", "train.bf16_parts=[router,attention_residuals,norms,head]"],
+        "type train.bf16_parts='[experts,router,"),
     "batch ramp of too few micro-batches for virtual stages": (
         ["parallel.pipeline=2", "parallel.virtual=2", "schedule.batch_ramp='4:4:10'"], "multiple of 8",
     ),
@@ -69,6 +80,8 @@ VALUES = {
         "train.activations.units=auto",
     ),
     "graphs of a context-parallel step": (["train.cuda_graphs=step", "parallel.context=2"], "slices of documents"),
+    "graphs over an exchange with sizes": (
+        ["train.cuda_graphs=step", "parallel.expert=2", "parallel.expert_exchange=sized"], "parallel.expert_exchange=slots"),
     "graphs with gathers under way": (
         ["train.cuda_graphs=step", "parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce=true"],
         "parallel.overlap_param_gather=true",
