@@ -22,7 +22,7 @@ from k3train.errors import K3TrainError
 GOOD, NOTE, BAD = "ok", "note", "PROBLEM"
 
 OPTIONAL = {
-    "transformer-engine": "faster linears, norms and attention on GPUs; without it the local backend runs",
+    "transformer-engine": "faster linears, norms and attention on GPUs; without it the torch backend runs there",
     "deepspeed": "engine=deepspeed; uv sync --extra deepspeed",
     "submitit": "sweeps through Hydra's Slurm launcher; uv sync --extra slurm",
     "wandb-workspaces": "k3train track workspace; uv sync --extra workspace",
