@@ -5,7 +5,11 @@
     python benchmarks/results.py write                                  # tables and pictures from docs/results/*.jsonl
 
 Each arm is `k3train train` with the words in its record, on one CPU thread (or on the GPU, if there is one), without
-checkpoints and W&B. CUDA_VISIBLE_DEVICES= keeps a machine's GPU out of it.
+checkpoints and W&B. CUDA_VISIBLE_DEVICES= keeps a machine's GPU out of it. Many arms share one GPU, and records go into
+a folder of their own:
+
+    python benchmarks/results.py --folder runs/results run recall text ablation --workers 12 \\
+        --also model.backend=torch --also train.cuda_graphs=step
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = [arm for name in args.comparisons for arm in COMPARISONS[name](args.seeds)]
     # a run that is cut short still compares; the longest arms do not come last
     wanted.sort(key=lambda arm: (arm.seed, arm.group not in catalogue.LONGER))
-    failed = run_all(wanted, args.folder, workers=args.workers, seconds=args.seconds, text=args.text)
+    failed = run_all(wanted, args.folder, workers=args.workers, seconds=args.seconds, text=args.text, also=args.also)
     return 1 if failed else 0
 
 
@@ -69,6 +73,7 @@ def main() -> int:
     runs.add_argument("--workers", type=int, default=1, help="arms at a time")
     runs.add_argument("--seconds", type=float, help="begin no arm after so many")
     runs.add_argument("--text", help="prefix of the prepared default corpus, where it cannot be prepared anew")
+    runs.add_argument("--also", action="append", default=[], help="how to compute, such as train.cuda_graphs=step")
     runs.set_defaults(call=run)
     timed = verbs.add_parser("steps", help="step times with the decay bound and without, in turn")
     timed.add_argument("--pairs", type=int, default=30)

@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# asking CUDA itself whether there is a GPU would keep every process forked later from using it
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from k3train import platform  # noqa: E402
 

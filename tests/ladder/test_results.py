@@ -79,6 +79,44 @@ def test_what_has_a_record_is_not_trained_again(tmp_path: Path) -> None:
     assert pool.missing(arm, tmp_path) == [arm[0], arm[2]]
 
 
+def test_how_a_machine_computes_is_recorded_and_not_part_of_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3train.ladder import train
+
+    seen = []
+    monkeypatch.setattr(train, "train_arm", lambda config, suites: seen.append(config) or {"loss": [[1, 2.0]]})
+    arm = arms.recall(1)[0]
+    plain, other = pool.run_arm(arm), pool.run_arm(arm, also=["model.backend=torch", "train.seq_length=64"])
+    assert seen[1].model.backend == "torch" and seen[1].train.seq_length == 64
+    assert other.pop("also") == "model.backend=torch train.seq_length=64" and other == plain
+
+
+@pytest.mark.ops
+def test_arms_can_be_forked_where_there_is_a_gpu() -> None:
+    """With a GPU as the driver's library tells of one, importing what arms need asks CUDA itself nothing."""
+    import os
+    import subprocess
+    import sys
+
+    program = """
+import torch
+
+def asked(*_):
+    raise RuntimeError("CUDA was asked")
+
+torch.cuda._device_count_nvml = lambda: 1
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = asked
+import k3train.ladder.preload
+print(torch.cuda.is_available(), torch.cuda.is_initialized())
+"""
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
+        env={**env, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "False"]
+
+
 @pytest.mark.ops
 def test_an_arm_is_the_run_of_its_words(tmp_path: Path) -> None:
     """Two steps through the pool and two through `k3train train` have equal losses; a second call trains nothing."""
