@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from k3train.engine.base import Batch
-from k3train.engine.graphs import Buffers, StepGraphs, whole_schedule
+from k3train.engine.graphs import Buffers, Run, StepGraphs, whole_schedule
 from k3train.engine.megatron import MegatronEngine
 from k3train.model.backend import local
 from tests.engine.host_reads import host_reads
@@ -20,7 +20,10 @@ class Rehearsal(StepGraphs):
     """Graphs that are not captured: a replay runs the same Python again, on the fixed buffers alone."""
 
     def __init__(self, engine: MegatronEngine) -> None:
-        self.run = engine._schedule if engine.whole else engine._one_micro_batch
+        self.begin(engine._schedule if engine.whole else engine._one_micro_batch)
+
+    def begin(self, run: Run) -> None:
+        self.run = run
         self.stream = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
         self.graphs, self.warm, self.off = {}, set(), False
         self.replays = 0

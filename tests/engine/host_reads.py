@@ -25,7 +25,8 @@ READS = {
     aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
     aten.bincount.default,
 }  # fmt: skip
-INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+# not aten.index_put: it is how aten.index walks back, and that is judged where it is called
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 
 
 def place() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from k3train.config.compose import compose
 from k3train.config.schema import Config
-from k3train.engine.graphs import SMALLEST, pad_documents
+from k3train.engine.graphs import MOST, SMALLEST, Buffers, aligned, pad_documents, whole_schedule
 from k3train.parallel.layout import Layout
+from tests.engine import capture_cases
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,54 @@ def test_documents_are_padded_by_empty_ones_at_the_end(documents: int, room: int
     assert padded[: documents + 1].equal(cu)
     assert padded.numel() == room + 1
     assert (padded[documents:] == 7 * documents).all()
+
+
+def stream(documents: int, *, valid: bool = False) -> dict[str, torch.Tensor]:
+    batch = {
+        "tokens": torch.randint(0, 9, (64,)), "labels": torch.randint(0, 9, (64,)), "loss_mask": torch.ones(64),
+        "cu_seqlens": torch.linspace(0, 64, documents + 1).int(),
+    }  # fmt: skip
+    return {**batch, "valid": batch["tokens"] > 3} if valid else batch
+
+
+def test_micro_batches_of_one_graph_have_one_room_for_documents_and_all_say_what_is_padding() -> None:
+    batches = [stream(3), stream(20), stream(9, valid=True)]
+    same = aligned(batches)
+    assert [b["cu_seqlens"].numel() for b in same] == [33, 33, 33]
+    assert all(b["valid"].all() for b in same[:2])
+    assert same[2]["valid"].equal(batches[2]["valid"])
+    assert "valid" not in aligned(batches[:2])[0]
+
+
+def test_buffers_are_filled_in_place() -> None:
+    first, second = aligned([stream(3), stream(8)]), aligned([stream(5), stream(2)])
+    buffers = Buffers(first, torch.device("cpu"))
+    held = [{name: (tensor, tensor.data_ptr()) for name, tensor in batch.items()} for batch in buffers.batches]
+    for batches in (first, second):
+        buffers.fill(batches)
+        for batch, want in zip(held, batches):
+            for name, (tensor, address) in batch.items():
+                assert tensor.equal(want[name])
+                assert tensor.data_ptr() == address
+
+
+def test_a_graph_holds_a_micro_batch_unless_ranks_meet_between_micro_batches() -> None:
+    parallel = config_of("step").parallel
+    assert not whole_schedule(parallel)
+    for name, value in (("pipeline", 2), ("overlap_grad_reduce", True)):
+        assert whole_schedule(dataclasses.replace(parallel, **{name: value}))
+    assert not whole_schedule(dataclasses.replace(parallel, data=2, tensor=2))
+
+
+def test_the_graph_unused_for_longest_is_dropped() -> None:
+    graphs = capture_cases.Rehearsal.__new__(capture_cases.Rehearsal)
+    ran: list[int] = []
+    graphs.begin(lambda batches: ran.append(len(batches)))
+    for count in [*range(1, MOST + 1), 1, MOST + 1]:  # twice each: eager, then captured and replayed
+        for _ in range(2):
+            graphs.micro_batches([stream(3)] * count)
+    assert [key[0] for key in graphs.graphs] == [*range(3, MOST + 1), 1, MOST + 1]
+    assert len(ran) == 2 * (MOST + 2)
 
 
 def config_of(graphs: str, *overrides: str) -> Config:

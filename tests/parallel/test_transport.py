@@ -108,6 +108,12 @@ def test_kept_sources_live_as_long_as_their_micro_batch() -> None:
         assert 0 < seen["most"] <= 6
 
 
+def test_a_sent_tensor_gives_its_memory_back_when_the_next_one_leaves() -> None:
+    """Eight sends a rank at least, of which many wait for their gradient at once."""
+    for seen in pool(2).run("tests.parallel.transport_cases:sent_tensors", sizes={"pipeline": 2, "virtual": 2}):
+        assert seen["made"] >= 4 and seen["most"] <= 2 and seen["left"] == 0, seen
+
+
 def test_evaluation_leaves_nothing_behind() -> None:
     sizes = {"pipeline": 2, "virtual": 2}
     losses = pool(2).run("tests.parallel.transport_cases:evaluate", sizes=sizes)

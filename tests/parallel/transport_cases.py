@@ -56,6 +56,32 @@ def kept_leaves(sizes: dict[str, Any], overrides: dict[str, Any]) -> dict[str, i
     return {"made": len(made), "most": most, "left": alive(), "queued": _queued(engine)}
 
 
+def sent_tensors(sizes: dict[str, Any]) -> dict[str, int]:
+    """Packed tensors that still hold memory: the most at any send, and what is left after the step."""
+    engine = make_engine(sizes)
+    made: list[weakref.ref[Any]] = []
+    most = 0
+    real = StageLink.send
+
+    def holding() -> int:
+        packed = [r() for r in made]
+        return sum(t is not None and t.untyped_storage().size() > 0 for t in packed)
+
+    def send(self: StageLink, sources: list[Any]) -> Any:
+        nonlocal most
+        packed = real(self, sources)
+        made.append(weakref.ref(packed))
+        most = max(most, holding())
+        return packed
+
+    StageLink.send = send
+    try:
+        _step(engine)
+    finally:
+        StageLink.send = real
+    return {"made": len(made), "most": most, "left": holding()}
+
+
 def evaluate(sizes: dict[str, Any]) -> dict[str, Any]:
     engine = make_engine(sizes)
     micro = engine.micro_batches(engine.config.train.global_batch)

@@ -1,0 +1,64 @@
+"""Steps as they are captured, rehearsed on ranks without a GPU: the same numbers, and nothing that the host would read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.pool import pool
+
+CASES = "tests.engine.capture_cases"
+COUNTS = "k3train/model/backend/local.py:grouped_linear"
+"""Rows of experts, which a CPU reads and a GPU does not (test_backend_gpu.py)."""
+BORDERS = "k3train/engine/megatron.py:_forward"
+"""Document borders under context parallelism: read from the batch before it goes to the device."""
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "a pipeline": {"pipeline": 2},
+    "virtual stages": {"pipeline": 2, "virtual": 2},
+    "gradients reduced during the backward": {"data": 2, "overlap_grad_reduce": True},
+}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        SCHEDULES["virtual stages"],
+        *(pytest.param(sizes, marks=pytest.mark.ops) for sizes in
+          (SCHEDULES["a pipeline"], SCHEDULES["gradients reduced during the backward"], {"tensor": 2})),
+    ],
+    ids=["virtual stages", "a pipeline", "gradients reduced during the backward", "tensor parallelism"],
+)  # fmt: skip
+def test_a_step_on_fixed_buffers_is_the_step_to_the_last_bit(sizes: dict[str, Any]) -> None:
+    """Three steps: launched from Python, captured, replayed. Documents are padded, and their numbers differ."""
+    for seen in pool(2).run(f"{CASES}:rehearse", sizes=sizes, overrides={}):
+        assert seen["results"] == seen["plain"]
+        assert seen["graphs"] == 1
+        assert seen["replays"] >= (1 if sizes in SCHEDULES.values() else 4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "allowed"),
+    [
+        (SCHEDULES["virtual stages"], {}, set()),
+        (SCHEDULES["gradients reduced during the backward"], {}, set()),
+        ({"context": 2}, {"train.micro_batch": 1}, {BORDERS}),
+        *(pytest.param(*case, marks=pytest.mark.ops) for case in
+          ((SCHEDULES["a pipeline"], {}, set()), ({"tensor": 2}, {}, set()),
+           ({"context": 2}, {"train.micro_batch": 1, "train.recompute": "unit"}, {BORDERS}))),
+    ],
+    ids=["virtual stages", "gradients reduced during the backward", "context parallelism", "a pipeline",
+         "tensor parallelism", "context parallelism, units computed again"],
+)  # fmt: skip
+def test_nothing_between_the_first_forward_and_the_reduced_gradients_reads_the_device(
+    sizes: dict[str, Any], overrides: dict[str, Any], allowed: set[str]
+) -> None:
+    for seen in pool(2).run(f"{CASES}:audited", sizes=sizes, overrides=overrides):
+        assert set(seen) - {COUNTS} == allowed, seen
+
+
+@pytest.mark.ops
+def test_the_audit_finds_what_the_sized_exchange_of_experts_reads() -> None:
+    for seen in pool(2).run(f"{CASES}:audited", sizes={"expert": 2}, overrides={}):
+        assert set(seen) - {COUNTS}, seen
