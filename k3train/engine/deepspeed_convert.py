@@ -28,7 +28,7 @@ ENGINES = ("megatron", "deepspeed")
 
 def convert(words: list[str]) -> int:
     """`k3train convert SOURCE --to ENGINE --output RUN`."""
-    from k3train.commands import _Parser
+    from k3train.commands import _Parser, run_folder
 
     parser = _Parser(
         prog="k3train convert", description="Make a run of one engine's checkpoint that the other engine goes on with."
@@ -39,8 +39,7 @@ def convert(words: list[str]) -> int:
         "--output", required=True, metavar="RUN", help="the new run: a folder, or its name inside runs/"
     )
     args: argparse.Namespace = parser.parse_args(words)
-    named = Path(args.source).expanduser()
-    source = named if named.is_dir() else Path("runs") / args.source
+    source = run_folder(args.source)
     output = Path(args.output).expanduser() if "/" in args.output else Path("runs") / args.output
     final = convert_run(source, output, args.to)
     print(f"converted {source} into {final}\ntrain on: k3train train run.name={output.name} run.dir={output.parent} "
@@ -53,6 +52,9 @@ def convert_run(source: Path, output: Path, engine: str) -> Path:
 
     Raises CheckpointError or ConfigError where there is none, it is that engine's already, or `output` has checkpoints.
     """
+    from k3train import platform
+
+    platform.install()  # before megatron is imported: a machine without a GPU needs its adapter
     from k3train.config import checks
     from k3train.config.compose import load_resolved, save_resolved
     from k3train.inference.loading import start_process
