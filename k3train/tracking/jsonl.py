@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from k3train.durable import write_atomically
+
 log = logging.getLogger(__name__)
 
 MATRIX_DIGITS = 5  # significant digits of numbers inside lists; scalars keep every bit
@@ -106,21 +108,6 @@ def discarded_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).with_suffix(".discarded.jsonl")
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write beside, fsync, rename, fsync the folder: a reader or a crash sees the old file or the new one."""
-    beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 class JsonlWriter:
     """Append-only writer of a run's metrics.
 
@@ -176,7 +163,7 @@ class JsonlWriter:
                 file.flush()
                 os.fsync(file.fileno())
         if aside or damaged:
-            _replace(self.path, b"".join(keep))
+            write_atomically(self.path, b"".join(keep))
         return len(aside), damaged
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> bytes:

@@ -9,15 +9,14 @@ verified on load. The newest good one is 'latest'; there is no pointer file to g
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from k3train.durable import file_sha256, sync
 from k3train.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -48,22 +47,6 @@ def list_checkpoints(root: Path) -> list[Found]:
     return sorted(found, key=lambda f: f.step)
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def finish(writing: Path, final: Path, about: dict[str, Any], files: dict[str, dict[str, Any]] | None = None) -> None:
     """Rank 0, after every rank has written: manifest with sizes and checksums, fsync of all, rename.
 
@@ -72,16 +55,16 @@ def finish(writing: Path, final: Path, about: dict[str, Any], files: dict[str, d
     if files is None:
         files = {}
         for path in sorted(p for p in writing.rglob("*") if p.is_file() and p.name != MANIFEST):
-            files[str(path.relative_to(writing))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            _fsync(path)
+            files[str(path.relative_to(writing))] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+            sync(path)
     manifest = writing / MANIFEST
     manifest.write_text(json.dumps({**about, "files": files}, indent=1, sort_keys=True))
-    _fsync(manifest)
-    _fsync(writing)
+    sync(manifest)
+    sync(writing)
     if final.exists():  # the same step saved again (say, at a stop right after a periodic save)
         _remove(final)
     writing.rename(final)
-    _fsync(final.parent)
+    sync(final.parent)
 
 
 def verify(path: Path) -> None:
@@ -101,7 +84,7 @@ def verify(path: Path) -> None:
         if file.stat().st_size != expected["bytes"]:
             size = file.stat().st_size
             raise CheckpointError(f"{path}: {name} has {size} bytes, the manifest says {expected['bytes']}")
-        if _sha256(file) != expected["sha256"]:
+        if file_sha256(file) != expected["sha256"]:
             raise CheckpointError(f"{path}: {name} does not have the checksum of the manifest")
 
 

@@ -21,14 +21,13 @@ from typing import Any, TextIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from k3train.durable import file_sha256, write_atomically
 from k3train.errors import WeightsError
 from k3train.weights.shards import (
     Shard,
     TensorSpec,
-    file_sha256,
     plan_shards,
     read_header,
-    write_atomically,
     write_shard,
 )
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from k3train.config.schema import Config
+from k3train.durable import write_atomically
 from k3train.errors import DataError, WeightsError
 from k3train.weights.commands import place, run_folder
 from k3train.weights.mxfp4 import ScaleRule
 from k3train.weights.quantize import REPORT, Plan, QuantisedFolder, round_folder
 from k3train.weights.reader import HFFolder
-from k3train.weights.shards import write_atomically
 
 JUDGE_TOKENS = 16384  # of held-out text, for loss, KL and agreement before and after
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from k3train.durable import sync
 from k3train.errors import WeightsError
 
 CODES = {
@@ -142,7 +143,7 @@ def write_shard(path: Path, tensors: Sequence[TensorSpec], produce: Callable[[Te
         part.unlink(missing_ok=True)
         raise
     part.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
     return digest.hexdigest()
 
 
@@ -181,29 +182,3 @@ def read_header(path: Path) -> list[TensorSpec]:
             f"{path}: {what}: {size:,} bytes, its header describes {8 + length + at:,}; fetch or export it again"
         )
     return [spec for spec, _ in tensors]
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes as they are on the disk."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that it is there whole or not at all, also after a power cut."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -128,7 +128,7 @@ def test_a_crash_between_copy_and_cut_loses_no_line(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl, "_replace", crash)
+        patch.setattr(jsonl, "write_atomically", crash)
         with pytest.raises(KeyboardInterrupt):
             JsonlWriter(path, 4)
     assert [step for step, _ in metrics_of(path)] == [1, 2, 3, 4, 5, 6]
