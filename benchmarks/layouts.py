@@ -6,8 +6,9 @@
 One GPU runs first, in two orders of reduction: as it is, and with the micro-batches of a step permuted and every
 row-parallel product summed as two bf16 halves, which is the arithmetic of two tensor ranks. The largest difference
 between those runs is the noise that a layout is held to (times 4). Then TP2, PP2 with
-2 virtual stages, EP2, CP2 and DP2 run the same steps on two GPUs. Bytes are counted at torch.distributed's door, per
-rank and step, for what this rank sends: an all-reduce counts its tensor once.
+2 virtual stages, EP2, CP2 and DP2 run the same steps on two GPUs (`--exchanges`: EP2 through each of our own exchanges).
+Bytes are counted at torch.distributed's door, per rank and step, for what this rank sends: an all-reduce counts its
+tensor once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"context": 2},
     "DP2": {},
 }
+SLOTS = {"expert": 2, "expert_exchange": "slots"}
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "EP2 sized": {"expert": 2, "expert_exchange": "sized", "overlap_experts": True},
+    "EP2 slots": {**SLOTS, "overlap_experts": True},
+    "EP2 slots captured": {**SLOTS, "overlap_experts": True, "cuda_graphs": "step"},
+    "EP2 slots overflowing": {**SLOTS, "expert_capacity": 1.0, "cuda_graphs": "step"},
+}
+"""Our own exchanges of experts' rows; `cuda_graphs` belongs to train."""
+
 STEPS, TIMED, WARMUP = 3, 3, 0
 SEQUENCE, GLOBAL = 2048, 4
 
@@ -49,6 +59,8 @@ def make_config(parallel: dict[str, Any], hidden: int) -> Any:
     )
 
     heads = hidden // 128
+    parallel = dict(parallel)
+    graphs = parallel.pop("cuda_graphs", "none")
     model = ModelConfig(
         name="layouts", vocab_size=16384, hidden_size=hidden, pattern="KKKF*2 F", dense_hidden=4 * hidden,
         residual_block=3, kda=KDAConfig(heads=heads, head_dim=128),
@@ -58,7 +70,8 @@ def make_config(parallel: dict[str, Any], hidden: int) -> Any:
     return Config(
         run=RunConfig(name="layouts", seed=1), model=model, parallel=ParallelConfig(**parallel),
         optim=OptimConfig(lr=1e-4),
-        train=TrainConfig(seq_length=SEQUENCE, micro_batch=1, global_batch=GLOBAL, precision="bf16"),
+        train=TrainConfig(seq_length=SEQUENCE, micro_batch=1, global_batch=GLOBAL, precision="bf16",
+                          cuda_graphs=graphs),
     )  # fmt: skip
 
 
@@ -172,6 +185,8 @@ def worker(job: dict[str, Any]) -> None:
             "milliseconds": statistics.median(times) * 1e3, "sent_mb_per_step": traffic.bytes / TIMED / 1e6,
             "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
         }  # fmt: skip
+        if engine.graphs is not None:
+            engine.graphs.close()
         del engine, step
         torch.cuda.empty_cache()
     if rank == 0:
@@ -195,15 +210,15 @@ def launch(ranks: int, runs: list[tuple[str, dict[str, Any], int]], hidden: int)
         return json.loads(out.read_text())
 
 
-def measure(hidden: int = 1024) -> dict[str, Any]:
-    """The reference runs on one GPU, every layout on two, and the noise to judge by."""
+def measure(hidden: int = 1024, on_two: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """The reference runs on one GPU, every layout (of `on_two`, else LAYOUTS) on two, and the noise to judge by."""
     reference = launch(1, [(f"order {order}", {}, order) for order in (0, 1)], hidden)
     runs = list(reference.values())
     spread = {
         key: max(abs(a[key][i] - b[key][i]) for a in runs for b in runs for i in range(STEPS))
         for key in ("losses", "grad_norms")
     }
-    layouts = launch(2, [(name, parallel, 0) for name, parallel in LAYOUTS.items()], hidden)
+    layouts = launch(2, [(name, parallel, 0) for name, parallel in (on_two or LAYOUTS).items()], hidden)
     return {"one": runs[0], "spread": spread, "layouts": layouts, "hidden": hidden}
 
 
@@ -239,12 +254,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the results here")
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--exchanges", action="store_true", help="EP2 through our own exchanges instead of all layouts")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         worker(json.loads(options.job))
         return
-    result = measure(options.hidden)
+    result = measure(options.hidden, EXCHANGES if options.exchanges else LAYOUTS)
     print(table(result))
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))

@@ -59,6 +59,10 @@ ARMS: dict[str, list[str]] = {
              "train.recompute=unit", "train.cuda_graphs=none"],
     "data2": ["parallel.data=2"],
     "expert2": ["parallel.expert=2", "train.cuda_graphs=none"],
+    "expert2_sized": ["parallel.expert=2", "parallel.expert_exchange=sized", "parallel.overlap_experts=true",
+                      "train.cuda_graphs=none"],
+    "expert2_slots": ["parallel.expert=2", "parallel.expert_exchange=slots", "parallel.overlap_experts=true"],
+    "expert2_alone": ["parallel.expert=2", "parallel.expert_exchange=slots"],  # nothing beside the exchange
     "pipeline2": ["parallel.pipeline=2", "parallel.virtual=2", "train.cuda_graphs=none"],
     "context2_long": [
         "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",

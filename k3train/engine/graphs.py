@@ -8,12 +8,14 @@ Shapes are fixed by the stream's length; the number of documents is rounded up t
 end, and each rounded number has a graph of its own. All graphs share one memory pool: one runs at a time.
 
 Parameters, gradients, routing counts and biases are the same tensors in every step; what changes (tokens, labels, mask,
-boundaries) is copied into fixed buffers. Collectives inside a graph ask the same of every rank in every step, whether a
-rank replays, captures or, for the first time with a shape, launches them from Python.
+boundaries) is copied into fixed buffers. Collectives inside a graph ask the same of every rank in every step: all of their
+ranks replay, or all capture, or all launch them from Python, so the shapes of all must be the same (`agreed`).
 """
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -122,6 +124,12 @@ class StepGraphs:
         self.graphs: dict[tuple[object, ...], tuple[Buffers, Graph]] = {}
         self.warm: set[tuple[object, ...]] = set()
         self.off = False
+        atexit.register(_close, weakref.ref(self))
+
+    def close(self) -> None:
+        """Drop the graphs. Communicators whose operations a graph holds wait for it before they go: call this before
+        process groups are destroyed; a process that ends does."""
+        self.graphs.clear()
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -180,6 +188,12 @@ class StepGraphs:
                 "train.cuda_graphs=none"
             ) from error
         return graph
+
+
+def _close(graphs: weakref.ref[StepGraphs]) -> None:
+    there = graphs()
+    if there is not None:
+        there.close()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
