@@ -49,6 +49,7 @@ ARMS: dict[str, list[str]] = {
     "recompute_selective": ["train.recompute=selective"],
     "recompute_unit": ["train.recompute=unit"],
     "recompute_full": ["train.recompute=full"],
+    "activations_fp8": ["train.activations.units=fp8", "train.activations.gates=fp8"],
     "muon": ["optim=muon"],
     "fp8_block": ["train.precision=fp8_block"],
     "fp8_current": ["train.precision=fp8_current"],

@@ -8,6 +8,7 @@ import functools
 import types
 import typing
 
+from k3train.config.activations import REFUSED
 from k3train.config.schema import CHOICES, Config
 
 
@@ -82,6 +83,8 @@ def choice_error(key: str, value: object) -> str | None:
     allowed = CHOICES.get(key)
     if allowed is None or value in allowed:
         return None
+    if f"{key}={value}" in REFUSED:
+        return f"{key}={value}: {REFUSED[f'{key}={value}']}"
     close = difflib.get_close_matches(str(value), allowed, 1, cutoff=0.5)
     hint = f"did you mean {key}={close[0]}?" if close else f"type for example {key}={allowed[0]}"
     return f"{key}={value}: choose one of {', '.join(allowed)}; {hint}"

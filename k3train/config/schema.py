@@ -163,8 +163,8 @@ class ScheduleConfig:
 class ActivationsConfig:
     """What backward keeps of each class of tensor (k3train/config/activations.py); auto follows train.recompute."""
 
-    units: str = "auto"  # auto | keep | recompute: products of gated units
-    gates: str = "auto"  # auto | keep | recompute: gated outputs of KDA and MLA
+    units: str = "auto"  # auto | keep | recompute | fp8: products of gated units
+    gates: str = "auto"  # auto | keep | recompute | fp8: gated outputs of KDA and MLA
     norms: str = "auto"  # auto | keep | recompute: outputs of norms
     layer_inputs: str = "auto"  # auto | keep | offload (to host memory): what recompute=full or unit keeps
 
@@ -336,8 +336,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.kind": ("cosine", "wsd", "linear"),
     "train.precision": ("auto", "fp32", "bf16", "fp8_block", "fp8_current", "mxfp8"),
     "train.cuda_graphs": ("none", "step"),
-    "train.activations.units": ("auto", "keep", "recompute"),
-    "train.activations.gates": ("auto", "keep", "recompute"),
+    "train.activations.units": ("auto", "keep", "recompute", "fp8"),
+    "train.activations.gates": ("auto", "keep", "recompute", "fp8"),
     "train.activations.norms": ("auto", "keep", "recompute"),
     "train.activations.layer_inputs": ("auto", "keep", "offload"),
     "train.recompute": ("none", "full", "unit", "selective"),

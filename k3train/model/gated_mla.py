@@ -99,6 +99,6 @@ class GatedMLA(nn.Module):
         if self.ctx.model.mla.output_gate:
             return consumed(
                 self.ctx, "gates", lambda o, gate: (o * torch.sigmoid(gate)).to(x.dtype), out, self.g_proj(entered),
-                by=self.o_proj,
+                by=self.o_proj, elsewhere=(out,),  # attention keeps its output
             )  # fmt: skip
         return self.o_proj(out.to(x.dtype))

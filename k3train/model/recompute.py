@@ -1,10 +1,11 @@
-"""Activations computed again in the backward, or kept in host memory, instead of kept on the device
+"""Activations computed again in the backward, or kept in host memory or in FP8, instead of kept as they are
 (`train.recompute`, and by class of tensor `train.activations`).
 
 full: every layer keeps only the depth state it was given. unit: every four layers do (KKKF). selective: only the
 element-wise parts are computed again: the mixes over depth, norms, gated units and gates, which are a large share of
 the activations and almost none of the work. All give the losses and gradients of `none` to the last bit on one device:
-the graph stays the same, only what its nodes saved is made again.
+the graph stays the same, only what its nodes saved is made again. In FP8 the forward is the same to the last bit and
+gradients are rounded: only what backward reads is stored with fewer bits, once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from k3kernels import fp8
 from k3train.config.activations import CHEAP
 from k3train.model.attention_residuals import DepthState, uses_kernels
 
@@ -28,6 +30,9 @@ UNIT = 4  # layers
 
 OFFLOADED_BYTES = 1 << 20
 """Smaller tensors stay on the device."""
+
+SMALLEST_IN_FP8 = 1 << 20
+"""Bytes of a tensor below which it is kept as it is."""
 
 
 @contextmanager
@@ -57,6 +62,33 @@ def offloaded() -> Iterator[None]:
         if copied is not None:
             torch.cuda.current_stream().wait_event(copied)
         return host.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def in_fp8(elsewhere: tuple[torch.Tensor, ...] = ()) -> Iterator[None]:
+    """What is saved for backward inside is kept in E4M3 with one scale for 128 values of a row.
+
+    Left as they are: parameters, what is small, strided or no matrix of floats, and tensors of `elsewhere`, whose memory
+    others hold anyway.
+    """
+    held = {(t.data_ptr(), t.nbytes) for t in elsewhere}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        parameter = isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+        matrix = tensor.dtype in fp8.FLOATS and tensor.dim() > 1 and tensor.shape[-1] >= fp8.BLOCK // 4
+        large = tensor.nbytes >= SMALLEST_IN_FP8 and tensor.is_contiguous()
+        if parameter or not matrix or not large or (tensor.data_ptr(), tensor.nbytes) in held:
+            return tensor
+        return (*fp8.quantise(tensor.detach()), tensor.dtype, tensor.shape)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        values, scales, dtype, shape = packed
+        return fp8.dequantise(values, scales, dtype).view(shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
@@ -106,22 +138,32 @@ def elementwise(
 
 def consumed(
     ctx: ModelContext, kind: str, function: Callable[..., torch.Tensor], *tensors: torch.Tensor,
-    by: Callable[[torch.Tensor], torch.Tensor], fused: bool = False,
+    by: Callable[[torch.Tensor], torch.Tensor], fused: bool = False, elsewhere: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:  # fmt: skip
     """by(function(*tensors)): `elementwise` whose result is read by one product alone.
 
     Computed again, neither function's intermediates nor its result are kept: the result's memory is given back once
     `by` has read it, and filled again when the gradient of what `by` made arrives, before `by` walks back. fused: the
-    function is one kernel that keeps nothing but its inputs.
+    function is one kernel that keeps nothing but its inputs. In FP8, all that both keep is, but for tensors that others
+    hold elsewhere.
     """
-    return consumed_later(ctx, kind, function, *tensors, by=by, fused=fused)()
+    return consumed_later(ctx, kind, function, *tensors, by=by, fused=fused, elsewhere=elsewhere)()
 
 
 def consumed_later(
     ctx: ModelContext, kind: str, function: Callable[..., torch.Tensor], *tensors: torch.Tensor,
-    by: Callable[[torch.Tensor], torch.Tensor], fused: bool = False,
+    by: Callable[[torch.Tensor], torch.Tensor], fused: bool = False, elsewhere: tuple[torch.Tensor, ...] = (),
 ) -> Callable[[], torch.Tensor]:  # fmt: skip
     """`consumed` in two halves: the function is computed now, and `by` when what is returned is called, once."""
+    if policy(ctx, kind) == "fp8" and torch.is_grad_enabled():
+        with in_fp8(elsewhere):
+            low = function(*tensors)
+
+        def read() -> torch.Tensor:
+            with in_fp8(elsewhere):
+                return by(low)
+
+        return read
     if policy(ctx, kind) != "recompute" or not torch.is_grad_enabled():
         now = function(*tensors)
         return lambda: by(now)

@@ -127,23 +127,25 @@ def activations(config: Config, number: int = 2, rank: int = 0) -> float:
     """Bytes that backward keeps on a rank of pipeline stage `rank`, all micro-batches in flight."""
     m, p, train = config.model, config.parallel, config.train
     pattern = expand_pattern(m.pattern, m.hybrid)
-    keeps = {name: policy == "keep" for name, policy in classes.policies(train).items()}
+    kinds = classes.policies(train)
     tokens = stream_tokens(config)
     spread = p.tensor if checks.sequence_parallel(config) else 1
     d = m.hidden_size / spread
     each = []
     for i in layers_of_rank(config, rank):
-        mixer = _linear_values(config, keeps) if pattern[i] == "K" else _attention_values(config, keeps)
-        dense = (2 + keeps["units"]) * m.dense_hidden / p.tensor
-        feed = dense if i < m.dense_layers else _expert_values(config, keeps)
+        mixer = (_linear_values if pattern[i] == "K" else _attention_values)(config, kinds, number)
+        dense = _kept(kinds["units"], 2, number) * m.dense_hidden / p.tensor
+        feed = dense if i < m.dense_layers else _expert_values(config, kinds, number)
         each.append(tokens * number * (mixer + feed + 4 * d))  # of two sublayers, the input and the running sum
     if m.mtp_layers and rank == p.pipeline - 1:
-        further = _attention_values(config, keeps) + _expert_values(config, keeps) + 8 * d
+        further = _attention_values(config, kinds, number) + _expert_values(config, kinds, number) + 8 * d
         each.append(tokens * number * further)
     every, working = sum(each), 0.0
     if train.recompute in ("full", "unit"):
         group = 1 if train.recompute == "full" else 4
-        sources = 1 if keeps["layer_inputs"] else 0  # a sum a layer: the other sources are those of layers before
+        sources = (
+            1 if kinds["layer_inputs"] == "keep" else 0
+        )  # a sum a layer: the other sources are those of layers before
         every, working = sources * len(each) / group * tokens * d * number, group * max(each, default=0.0)
     return every * _in_flight(config, rank) + working
 
@@ -156,33 +158,41 @@ def _in_flight(config: Config, rank: int) -> float:
     return (2 * (p.pipeline - rank - 1) + (p.virtual - 1) * p.pipeline + 1) / p.virtual
 
 
-def _linear_values(config: Config, keeps: dict[str, bool]) -> float:
+def _kept(policy: str, inputs: int, number: int) -> float:
+    """Values of `number` bytes that a function of a class of tensors leaves: its inputs and its result."""
+    in_fp8 = (1 + 4 / 128) / number  # a byte, and its part of a scale
+    return {"keep": inputs + 1.0, "recompute": float(inputs), "fp8": (inputs + 1) * in_fp8}[policy]
+
+
+def _linear_values(config: Config, kinds: dict[str, str], number: int) -> float:
     """Values a token leaves in one K layer. In units of heads * head_dim: q, k, v before and after convolution, the raw
     decay, three scaled copies of q and k, the output, its gate and the gated output, the chunk's updates; then a state
     and two squares a chunk."""
     k = config.model.kda
     return (
-        (13 + keeps["gates"] + k.head_dim / CHUNK + 2 * CHUNK / k.head_dim)
+        (11 + _kept(kinds["gates"], 2, number) + k.head_dim / CHUNK + 2 * CHUNK / k.head_dim)
         * k.heads
         * k.head_dim
         / (config.parallel.tensor)
     )
 
 
-def _attention_values(config: Config, keeps: dict[str, bool]) -> float:
+def _attention_values(config: Config, kinds: dict[str, str], number: int) -> float:
     """Values a token leaves in one F layer: queries, keys, values and output at the key's width (what torch's kernel
     takes), the output, its gate and the gated output; latents before and after their norms."""
     a, tensor = config.model.mla, config.parallel.tensor
     key = a.nope_dim + a.shared_dim
-    latents = (1 + keeps["norms"]) * (a.kv_lora_rank + (a.q_lora_rank or 0)) + a.kv_lora_rank + 2 * a.shared_dim
-    return a.heads * (4 * key + (2 + keeps["gates"]) * a.v_dim) / tensor + latents
+    latents = (
+        _kept(kinds["norms"], 1, number) * (a.kv_lora_rank + (a.q_lora_rank or 0)) + a.kv_lora_rank + 2 * a.shared_dim
+    )
+    return a.heads * (4 * key + (1 + _kept(kinds["gates"], 1, number)) * a.v_dim) / tensor + latents
 
 
-def _expert_values(config: Config, keeps: dict[str, bool]) -> float:
+def _expert_values(config: Config, kinds: dict[str, str], number: int) -> float:
     """Values a token leaves in one MoE layer: dispatched inputs, gate, up and product of its experts, latents."""
     moe, tensor = config.model.moe, config.parallel.tensor
     spread = tensor if checks.sequence_parallel(config) else 1
     width = moe.latent or config.model.hidden_size
-    unit = 2 + keeps["units"]
-    routed = moe.top_k * (width + unit * moe.expert_hidden) + (1 + keeps["norms"]) * width
+    unit = _kept(kinds["units"], 2, number)
+    routed = moe.top_k * (width + unit * moe.expert_hidden) + _kept(kinds["norms"], 1, number) * width
     return routed / spread + unit * moe.shared_experts * moe.expert_hidden / tensor

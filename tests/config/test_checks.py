@@ -79,9 +79,19 @@ VALUES = {
         ["train.activations.units=recompute", "train.recompute=full"],
         "train.activations.units=auto",
     ),
+    "FP8 copies of what is recomputed": (
+        ["train.activations.gates=fp8", "train.recompute=unit"],
+        "train.activations.gates=auto",
+    ),
+    "FP8 copies under exact gradients": (
+        ["train.activations.units=fp8", "train.precision=fp32"],
+        "train.precision=bf16",
+    ),
     "graphs of a context-parallel step": (["train.cuda_graphs=step", "parallel.context=2"], "slices of documents"),
     "graphs over an exchange with sizes": (
-        ["train.cuda_graphs=step", "parallel.expert=2", "parallel.expert_exchange=sized"], "parallel.expert_exchange=slots"),
+        ["train.cuda_graphs=step", "parallel.expert=2", "parallel.expert_exchange=sized"],
+        "parallel.expert_exchange=slots",
+    ),
     "graphs with gathers under way": (
         ["train.cuda_graphs=step", "parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce=true"],
         "parallel.overlap_param_gather=true",

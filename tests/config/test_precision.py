@@ -35,6 +35,8 @@ def test_a_recipe_composes_with_the_parts_that_stay_in_bf16() -> None:
         (["train.fp8_share_inputs=true"], "train.precision=fp8_current, or train.fp8_share_inputs=false"),
         ([*FP8, "train.fp8_cache_weights=true", "parallel.overlap_param_gather=true"], "overlap_param_gather=false"),
         ([*FP8, "train.cuda_graphs=step", ALL], r"train.bf16_parts='\[experts,kda_gates,"),
+        (["train.activations.layer_inputs=fp8", "train.recompute=full"], "other experts.*layer_inputs=offload"),
+        (["train.activations.norms=fp8"], "more memory.*norms=recompute"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )

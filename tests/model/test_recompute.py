@@ -43,7 +43,9 @@ def build(
 
 def run(model: K3Model, *, steps: int = 1) -> dict[str, Any]:
     """Losses of the tokens, gradients, counts; elements and bytes of what the graph keeps (parameters apart)."""
-    saved: list[weakref.ref[torch.Tensor]] = []  # by weak reference: what the graph dropped frees its address for others
+    saved: list[
+        weakref.ref[torch.Tensor]
+    ] = []  # by weak reference: what the graph dropped frees its address for others
 
     def keep(t: torch.Tensor) -> torch.Tensor:
         if not isinstance(t, torch.nn.Parameter):
@@ -147,6 +149,46 @@ def test_a_class_of_tensors_alone_is_computed_again(one_rank: Layout, kind: str)
     assert got["kept"] < want["kept"]
     kept = run(build(one_rank, "selective", activations={kind: "keep"}))["kept"]
     assert kept > run(build(one_rank, "selective"))["kept"]
+
+
+@pytest.mark.parametrize("kind", ["units", "gates"])
+def test_a_class_kept_in_fp8_changes_no_loss_and_rounds_gradients(
+    one_rank: Layout, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from k3train.model import recompute
+
+    monkeypatch.setattr(recompute, "SMALLEST_IN_FP8", 0)
+    want = run(build(one_rank, "none", dtype=torch.bfloat16))
+    got = run(build(one_rank, "none", dtype=torch.bfloat16, activations={kind: "fp8"}))
+    assert torch.equal(got["losses"], want["losses"])
+    for layer, load in want["load"].items():
+        assert torch.equal(got["load"][layer], load), "every token goes to the same experts"
+    assert got["kept"] < want["kept"]
+    total = sum(float(g.double().square().sum()) for g in want["gradients"].values() if g is not None) ** 0.5
+    errors = {
+        name: float((got["gradients"][name].double() - g.double()).norm()) / max(float(g.double().norm()), 1e-3 * total)
+        for name, g in want["gradients"].items() if g is not None
+    }  # fmt: skip
+    assert max(errors.values()) < 0.06, max(errors.items(), key=lambda item: item[1])
+    assert max(errors.values()) > 1e-3, "and they are rounded"
+
+
+def test_what_is_kept_in_fp8_is_neither_parameters_nor_what_others_hold(
+    one_rank: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from k3train.model import recompute
+
+    monkeypatch.setattr(recompute, "SMALLEST_IN_FP8", 0)
+    weight = torch.nn.Parameter(torch.randn(40, 64))
+    x, shared = torch.randn(8, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+    with recompute.in_fp8((shared,)):
+        out = torch.nn.functional.linear(x * shared, weight)
+    out.backward(torch.ones_like(out))
+    ones = torch.ones(8, 40) @ weight
+    assert torch.equal(x.grad, ones * shared), "what the other tensor holds and the weight are exact"
+    want = (ones * x).detach()
+    error = (shared.grad - want).abs() / want.abs()
+    assert 1e-3 < float(error.max()) <= 1 / 16
 
 
 @pytest.mark.parametrize("mode", ["full", "unit"])

@@ -64,6 +64,8 @@ def test_expert_parallelism_splits_experts_alone() -> None:
 def test_recomputation_and_shorter_streams_hold_less() -> None:
     sizes = [memory.activations(changed(base(*PROXY), train__recompute=r)) for r in ("none", "selective", "full")]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+    fp8 = base(*PROXY, "train.activations.units=fp8", "train.activations.gates=fp8")
+    assert memory.activations(fp8) < sizes[1] < sizes[0], "copies of a byte take less than two of three whole tensors"
     half = memory.activations(changed(base(*PROXY), train__seq_length=2048))
     assert half == pytest.approx(memory.activations(base(*PROXY)) / 2)
 
