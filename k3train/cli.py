@@ -166,11 +166,14 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
     args.overrides = [changed[o] for o in args.overrides]
     check_overrides(args.overrides, composing.conf_dir(), extra_groups=args.config_dir is not None)
     if args.multirun:
+        if args.cfg or args.info:
+            raise ConfigError("-m starts jobs, and --cfg and --info only show: leave -m out")
         if not verbs.VERBS[name].ranks and name not in ("evaluate", "quantize"):
             raise ConfigError(f"`{PROGRAM} {name}` cannot be swept with -m")
         swept = sweep.with_params(args.overrides, args.config_dir)
-        if swept != args.overrides:
-            words += [*swept[len(args.overrides) :], "hydra.sweeper.params=null"]
+        if swept != args.overrides:  # behind the last override: argparse takes them in one row alone
+            at = len(words) - words[::-1].index(args.overrides[-1]) if args.overrides else len(words)
+            words[at:at] = [*swept[len(args.overrides) :], "hydra.sweeper.params=null"]
         sweep.refuse_equal_names(swept)
     if args.help and args.config_dir is None:
         print(verb_help(name, args.overrides))

@@ -183,11 +183,12 @@ def adopt_model(config: Config, overrides: list[str]) -> Config:
 def check_run_folder(config: Config) -> Config | None:
     """Compare the run folder's saved configuration with the one asked for.
 
-    Returns the saved Config, or None where the folder is new. Raises ConfigError, showing the difference, where the
-    saved model is another one: its checkpoints could not be resumed.
+    Returns the saved Config, or None where the folder is new or its run never came to a first step. Raises
+    ConfigError, showing the difference, where the saved model is another one: its checkpoints could not be resumed.
     """
     file = Path(config.run.dir) / config.run.name / "config.yaml"
-    if not file.is_file():
+    begun = (file.parent / "metrics.jsonl").is_file() or any(file.parent.glob("checkpoints/step-*"))
+    if not begun or not file.is_file():
         return None
     saved = load_resolved(file)
     different = {k: v for k, v in diff(saved, config, "model").items() if k not in ("model.name", "model.backend")}

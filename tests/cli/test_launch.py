@@ -94,6 +94,7 @@ def test_another_model_in_the_run_folder_is_refused_before_ranks_start(fake: Any
     from k3train.config.compose import save_resolved
 
     save_resolved(compose(), fake.folder / "runs/k3_tiny/config.yaml")
+    (fake.folder / "runs/k3_tiny/metrics.jsonl").touch()
     done = fake.run("train", *TWO, "model.situ_beta=3")
     assert done.returncode == launch.EXIT_USER and "model.situ_beta: saved 4.0, asked 3.0" in done.stderr
     assert fake.seen() == []

@@ -92,6 +92,8 @@ def test_diff_gives_saved_and_asked_values() -> None:
 def test_run_folder_with_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     place = [f"run.dir={tmp_path}"]
     save_resolved(compose(place), tmp_path / "k3_tiny/config.yaml")
+    assert check_run_folder(compose([*place, "model.kda.decay_bound=null"])) is None, "no step was ever begun"
+    (tmp_path / "k3_tiny/metrics.jsonl").touch()
     assert check_run_folder(compose([*place, "train.steps=7"])) is not None
     with pytest.raises(ConfigError) as caught:
         check_run_folder(compose([*place, "model.kda.decay_bound=null"]))
