@@ -7,6 +7,8 @@ from pathlib import Path
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a small machine
+if (os.cpu_count() or 1) <= 4:  # tensors of the tests are too small to be worth a thread; processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
