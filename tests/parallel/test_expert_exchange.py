@@ -89,3 +89,28 @@ def test_a_step_whose_slots_were_too_few_is_done_again_and_loses_nothing() -> No
     said = slots[0][0]["warned"]
     assert len(said) == 1
     assert "parallel.expert_capacity=" in said[0]
+
+
+@pytest.mark.parametrize(
+    "capacity", [pytest.param(8.0, marks=pytest.mark.ops), 1.0], ids=["room for all", "too few slots"]
+)
+def test_a_captured_step_with_slots_is_the_step_launched_from_python(capacity: float) -> None:
+    """Two ranks see other documents, and replay together all the same."""
+    sizes = {"expert": 2, "expert_exchange": "slots", "expert_capacity": capacity, "overlap_experts": True}
+    ranks = pool(2).run("tests.engine.capture_cases:rehearse", sizes=sizes, overrides={})
+    assert len({(seen["graphs"], seen["replays"]) for seen in ranks}) == 1
+    for seen in ranks:
+        assert seen["replays"] > 0
+        for got, wanted in zip(seen["results"], seen["plain"], strict=True):
+            assert got[:3] == pytest.approx(wanted[:3], rel=1e-6)
+            assert got[3] == wanted[3]
+
+
+def test_slots_ask_the_host_for_nothing_that_one_rank_does_not_ask() -> None:
+    def audited(exchange: dict[str, Any]) -> Any:
+        return pool(2).run("tests.engine.capture_cases:audited", sizes=exchange, overrides={})[0]
+
+    beside = {"expert": 2, "overlap_experts": True}
+    slots, sized = audited({**beside, "expert_exchange": "slots"}), audited({**beside, "expert_exchange": "sized"})
+    assert slots == audited({})
+    assert any("expert_exchange.py" in place for place in sized - slots)
