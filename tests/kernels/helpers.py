@@ -61,6 +61,13 @@ def kda_inputs(
     }
 
 
+def loss_weights(o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What `outputs_and_gradients` weighs the outputs with; bf16 numbers, so that every dtype has the same loss."""
+    generator = torch.Generator().manual_seed(1)
+    of_o, of_state = (torch.randn(x.shape, generator=generator, dtype=torch.float64).bfloat16() for x in (o, state))
+    return of_o.to(o), of_state.to(state)
+
+
 def outputs_and_gradients(
     op: Callable[..., tuple[Tensor, Tensor | None]],
     inputs: dict[str, Tensor],
@@ -71,10 +78,6 @@ def outputs_and_gradients(
     leaves = {name: (x if dtype is None else x.to(dtype)).detach().requires_grad_() for name, x in inputs.items()}
     o, state = op(**leaves, output_final_state=True, **options)
     assert state is not None
-    generator = torch.Generator().manual_seed(1)
-    loss = 0.0
-    for output in (o, state):
-        weight = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-        loss = loss + (weight * output).sum()
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    of_o, of_state = loss_weights(o, state)
+    gradients = torch.autograd.grad((of_o * o).sum() + (of_state * state).sum(), list(leaves.values()))
     return [o, state, *gradients], ["o", "final_state", *(f"d{name}" for name in leaves)]
