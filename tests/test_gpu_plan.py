@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,24 @@ def test_the_runner_uses_both_gpus_and_leaves_out_what_has_passed(tmp_path: Path
 
 
 def test_a_step_at_its_limit_says_where_it_stands(tmp_path: Path) -> None:
-    stuck = f"{sys.executable} -c 'import time\ndef stuck_here(): time.sleep(60)\nstuck_here()'"
-    [record] = Runner([0], tmp_path).run([Step("stuck", stuck, 2, "")])
-    assert record["rc"] != 0
-    assert record["why"] == "at its limit of 2 s"
-    assert "stuck_here" in (tmp_path / "stuck.log").read_text()
+    there = tmp_path / "there"
+    stuck = f"""{sys.executable} -c 'import pathlib, time
+def stuck_here(): pathlib.Path("{there}").touch(); time.sleep(600)
+stuck_here()'"""
+    runner = Runner([0], tmp_path)
+    runner.start(Step("stuck", stuck, 600, ""), [0])
+    [job] = runner.running
+    end = time.monotonic() + 120
+    while not there.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    job.begun -= 601  # as if its time had passed
+    records: list[dict[str, object]] = []
+    while not records and time.monotonic() < end:
+        records = runner.finished()
+        time.sleep(0.05)
+    assert records[0]["rc"] != 0
+    assert records[0]["why"] == "at its limit of 600 s"
+    assert "in stuck_here" in (tmp_path / "stuck.log").read_text()
 
 
 def test_what_cannot_run_is_said_not_dropped(tmp_path: Path) -> None:
