@@ -246,14 +246,23 @@ def run_child(verb: str, config: Config) -> int:
     return code if code >= 0 else 128 - code
 
 
+def free_port() -> int:
+    """A port for ranks to meet at: free now, and below those that the system gives to connections by itself.
+
+    Ranks take seconds to start, in which a port from that range may go to anybody; gloo alone takes hundreds.
+    """
+    while True:
+        port = 30000 + int.from_bytes(os.urandom(4)) % 2700  # above slurm_port
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def _start(verb: str, world: int, folder: Path, logs: Path) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         _SOURCE: "local",

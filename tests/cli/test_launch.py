@@ -12,6 +12,7 @@ import pytest
 from k3train import launch
 from k3train.config.compose import compose
 from k3train.errors import EnvironmentError_
+from k3train.launch import free_port
 
 pytestmark = pytest.mark.ops  # kills, signals and launches of several processes
 
@@ -152,7 +153,7 @@ def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
 
 def test_torchrun_hands_rank_zeros_configuration_to_the_others(fake: Any) -> None:
     """Ranks above 0 never read their arguments: one is given nonsense and still gets rank 0's configuration."""
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "LOCAL_WORLD_SIZE": "2"}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
     one = fake.start("train", "nonsense=1", **shared, RANK="1", LOCAL_RANK="1")
     zero = fake.start("train", *TWO, "model.kda.decay_bound=-3", **shared, RANK="0", LOCAL_RANK="0")
     said = zero.communicate(timeout=120)
@@ -164,17 +165,9 @@ def test_torchrun_hands_rank_zeros_configuration_to_the_others(fake: Any) -> Non
 
 
 def test_an_error_of_rank_zero_ends_the_waiting_ranks(fake: Any) -> None:
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "LOCAL_WORLD_SIZE": "2"}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
     one = fake.start("train", **shared, RANK="1", LOCAL_RANK="1")
     zero = fake.start("train", "lr=1", **shared, RANK="0", LOCAL_RANK="0")
     assert "did you mean optim.lr?" in zero.communicate(timeout=120)[1]
     assert "rank 0 could not compose" in one.communicate(timeout=120)[1]
     assert (zero.returncode, one.returncode) == (2, 2)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

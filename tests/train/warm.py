@@ -9,13 +9,14 @@ import json
 import multiprocessing as mp
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from k3train.launch import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -94,7 +95,7 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     context = _context()
     words = [*SMALL, f"run.dir={folder}", f"run.name={name}", *overrides]
-    port = _free_port()
+    port = free_port()
     outputs = [folder / f"{name}.rank{rank}.out" for rank in range(world)]
     processes = []
     for rank in range(world):
@@ -113,12 +114,6 @@ def _context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.train.warm_imports"])
     return context
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _rank(
