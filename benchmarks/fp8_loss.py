@@ -1,27 +1,27 @@
 """Does FP8 train like BF16? The same model and data under both, beside BF16 runs of other seeds.
 
-    python benchmarks/fp8_loss.py [--steps 300] [--json out.json]
+    python benchmarks/fp8_loss.py [--steps 300] [--arms bf16-0,fp8_current-0] [--seconds 150] [--json out.json]
 
 A model of K3's proportions (about 0.2 B parameters) learns a random Markov source of known entropy: 8192 tokens a step.
-Every arm is a process of its own; they run beside each other on one GPU. What is compared is the mean loss of the last
-50 steps: the distance of an FP8 run from the BF16 run of its seed, against the spread of BF16 over seeds.
+Arms run one after another in one process, in captured steps, and each is printed as it ends; no arm begins after --seconds.
+What is compared is the mean loss of the last 50 steps: the distance of an FP8 run from the BF16 run of its seed, against
+the spread of BF16 over seeds. `experts-0` has the experts in FP8 too: their sizes are read by the host, so it cannot be
+captured and takes some minutes; it runs only where it is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "data"), str(ROOT / "benchmarks")]
 
 VOCABULARY, SUCCESSORS, LENGTH, SEQUENCES = 4096, 8, 1024, 8
 MODEL = [
@@ -33,14 +33,21 @@ MODEL = [
 ]  # fmt: skip
 ALL = "train.bf16_parts=[kda_gates,router,attention_residuals,norms,head]"
 GRAPHS = "train.cuda_graphs=step"
+BF16 = ["train.precision=bf16", GRAPHS]
 ARMS: dict[str, tuple[int, list[str]]] = {
-    "bf16, seed 0": (0, ["train.precision=bf16", GRAPHS]),
-    "bf16, seed 1": (1, ["train.precision=bf16", GRAPHS]),
-    "bf16, seed 2": (2, ["train.precision=bf16", GRAPHS]),
-    "fp8_block": (0, ["train.precision=fp8_block", GRAPHS]),
-    "fp8_current": (0, ["train.precision=fp8_current", GRAPHS]),
-    "fp8_block, experts too": (0, ["train.precision=fp8_block", ALL]),
-}
+    "bf16-0": (0, BF16),
+    "fp8_current-0": (0, ["train.precision=fp8_current", GRAPHS]),
+    "fp8_block-0": (0, ["train.precision=fp8_block", GRAPHS]),
+    "bf16-1": (1, BF16),
+    "bf16-2": (2, BF16),
+    "fp8_once-0": (
+        0, ["train.precision=fp8_current", "train.fp8_share_inputs=true", "train.fp8_cache_weights=true", GRAPHS]
+    ),
+    "fp8_current-1": (1, ["train.precision=fp8_current", GRAPHS]),
+    "activations-0": (0, [*BF16, "train.activations.units=fp8", "train.activations.gates=fp8"]),
+    "experts-0": (0, ["train.precision=fp8_block", ALL]),
+}  # fmt: skip
+"""Arm -> seed and overrides. The number behind the name is the seed."""
 
 
 def source(seed: int, steps: int) -> Iterator[dict[str, Any]]:
@@ -73,73 +80,81 @@ def entropy() -> float:
     return -sum(w / sum(weight) * math.log(w / sum(weight)) for w in weight)
 
 
-def train(name: str, steps: int, out: Path) -> None:
-    from k3train import launch, platform
+def rate_of(step: int, steps: int) -> float:
+    """Learning rate: 30 steps of warm-up, and a fall to a tenth over the last fifth."""
+    return 1e-3 * min(1.0, (step + 1) / 30) * (1.0 if step < steps * 0.8 else max(0.1, 5 * (1 - step / steps)))
 
-    platform.install()
-    import torch
+
+def train(name: str, steps: int, extra: list[str]) -> list[float]:
+    """The losses of one arm."""
+    from step import make_engine, release
 
     from k3train.config.compose import compose
-    from k3train.engine.megatron import MegatronEngine
-    from k3train.parallel import layout as layouts
 
     seed, overrides = ARMS[name]
-    config = compose([*MODEL, *overrides, f"run.seed={1234 + seed}"])
-    place = launch.init_distributed(config)
-    platform.install_adam()
-    layout = layouts.initialize(layouts.sizes_from_config(config.parallel, place.world))
-    engine = MegatronEngine(config, layout, torch.device("cuda"))
-    losses = []
-    for step, batch in enumerate(source(seed, steps)):
-        rate = 1e-3 * min(1.0, (step + 1) / 30) * (1.0 if step < steps * 0.8 else max(0.1, 5 * (1 - step / steps)))
-        losses.append(engine.step(iter([batch]), rate, 1).loss)
-    out.write_text(json.dumps(losses))
+    engine = make_engine(compose([*MODEL, *overrides, *extra, f"run.seed={1234 + seed}"]))
+    try:
+        return [
+            engine.step(iter([batch]), rate_of(step, steps), 1).loss for step, batch in enumerate(source(seed, steps))
+        ]
+    finally:
+        release(engine)
+
+
+def compared(losses: dict[str, list[float]]) -> list[str]:
+    """What the arms that ran say about each other."""
+    ends = {name: statistics.mean(x[-50:]) for name, x in losses.items()}
+    bf16 = [end for name, end in ends.items() if name.startswith("bf16")]
+    lines = []
+    if len(bf16) > 1:
+        spread = f"standard deviation {statistics.stdev(bf16):.4f}, range {max(bf16) - min(bf16):.4f}"
+        lines.append(f"bf16 over {len(bf16)} seeds: {spread}")
+    for name, end in ends.items():
+        beside = f"bf16-{name.rpartition('-')[2]}"
+        if not name.startswith("bf16") and beside in ends:
+            lines.append(f"{name:16} minus {beside}: {end - ends[beside]:+.4f}")
+    return lines
 
 
 def main() -> None:
+    usual = [name for name in ARMS if not name.startswith("experts")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--arms", default=",".join(usual), help=f"some of {', '.join(ARMS)}")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no arm after so long")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    if options.arm:
-        train(options.arm, options.steps, options.out)
-        return
-    folder = Path(tempfile.mkdtemp())
-    jobs = {}
-    for i, name in enumerate(ARMS):
-        command = [
-            sys.executable,
-            __file__,
-            "--steps",
-            str(options.steps),
-            "--arm",
-            name,
-            "--out",
-            str(folder / str(i)),
-        ]
-        log = (folder / f"{i}.log").open("w")
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_"))}
-        jobs[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    unknown = set(options.arms.split(",")) - set(ARMS)
+    if unknown:
+        parser.error(f"--arms: {', '.join(sorted(unknown))}: not one of {', '.join(ARMS)}")
+    from k3train import platform
+
+    platform.install()
+    begin = time.monotonic()
+    print(
+        f"{options.steps} steps of {SEQUENCES * LENGTH} tokens; the source's entropy is {entropy():.4f} nats",
+        flush=True,
+    )
     losses: dict[str, list[float]] = {}
-    for i, (name, job) in enumerate(jobs.items()):
-        if job.wait() == 0:
-            losses[name] = json.loads((folder / str(i)).read_text())
-        else:
-            print(f"{name}: failed\n" + "\n".join((folder / f"{i}.log").read_text().splitlines()[-4:]))
-    ends = {name: statistics.mean(x[-50:]) for name, x in losses.items()}
-    print(f"{options.steps} steps of {SEQUENCES * LENGTH} tokens; the source's entropy is {entropy():.4f} nats")
-    for name, x in losses.items():
-        print(f"{name:28} first {x[0]:.4f}  last 50 {ends[name]:.4f}")
-    bf16 = [end for name, end in ends.items() if name.startswith("bf16")]
-    if len(bf16) > 1 and "bf16, seed 0" in ends:
-        print(f"bf16 over seeds: standard deviation {statistics.stdev(bf16):.4f}, range {max(bf16) - min(bf16):.4f}")
-        for name, end in ends.items():
-            if name.startswith("fp8"):
-                print(f"{name:28} minus bf16 of the same seed: {end - ends['bf16, seed 0']:+.4f}")
-    if options.json:
-        options.json.write_text(json.dumps({"losses": losses, "last_50": ends}, indent=1))
+    for name in options.arms.split(","):
+        if time.monotonic() - begin > options.seconds:
+            print(f"{name}: not run, {options.seconds:.0f} s are over", flush=True)
+            continue
+        start = time.monotonic()
+        try:
+            losses[name] = train(name, options.steps, options.overrides)
+        except Exception as error:  # the other arms are still worth their time
+            print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+            continue
+        x = losses[name]
+        print(
+            f"{name:16} first {x[0]:.4f}  last 50 {statistics.mean(x[-50:]):.4f}  in {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+        if options.json:
+            options.json.write_text(json.dumps(losses, indent=1))
+    print("\n".join(compared(losses)))
 
 
 if __name__ == "__main__":

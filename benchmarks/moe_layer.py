@@ -5,7 +5,8 @@
 A rank of 16-way expert parallelism holds 56 of K3's 896 experts and receives, of 16 ranks' tokens times 16 places each,
 as many rows as it has tokens times places: 8192 x 16 rows, 2340 an expert. One GPU therefore runs the layer with 56
 experts and top 16 (same rows, same products, same sort; no exchange), and the router over all 896 experts by itself.
-Forward and backward in bf16, from a trace; the median of several is not needed, because kernels are long.
+Forward and backward in bf16, from a trace; the median of several is not needed, because kernels are long. Twice: with
+weight gradients added to megatron's fp32 buffer by this project's kernel, as in training, and in bf16 by torch's.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "data")]
 ALL, LOCAL = 896, 56
 
 
-def build(backend: str, experts: int) -> tuple[Any, Any, Any]:
-    """The layer with so many experts, its context and configuration."""
+def build(backend: str, experts: int, model: str = "k3") -> tuple[Any, Any, Any]:
+    """The layer of a model with so many experts, its context and configuration, on the device that is there."""
     import torch
 
     from k3train import launch, platform
@@ -35,11 +36,13 @@ def build(backend: str, experts: int) -> tuple[Any, Any, Any]:
     from k3train.model.parameters import initialize_parameters
     from k3train.parallel import layout as layouts
 
-    config = compose(["model=k3", f"model.moe.experts={experts}", f"model.backend={backend}", "train.micro_batch=1"])
+    config = compose(
+        [f"model={model}", f"model.moe.experts={experts}", f"model.backend={backend}", "train.micro_batch=1"]
+    )
     place = launch.init_distributed(config)
     platform.install_adam()
     layout = layouts.initialize(layouts.sizes_from_config(config.parallel, place.world))
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     ctx = make_context(config.model, layout, torch.bfloat16, device)
     with device:
         layer = LatentMoE(ctx, 1)
@@ -60,6 +63,15 @@ def trace(layer: Any, run: Any) -> Any:
     return profiling.read_trace(path)
 
 
+def buffer_gradients(layer: Any) -> None:
+    """Give the experts' weights megatron's fp32 gradient buffers."""
+    import torch
+
+    for weight in layer.experts.parameters():
+        weight.grad, weight.grad_added_to_main_grad = None, False
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+
+
 def measure(backend: str, tokens: int) -> dict[str, Any]:
     import torch
 
@@ -75,18 +87,36 @@ def measure(backend: str, tokens: int) -> dict[str, Any]:
     def run() -> None:
         layer(x, stream).backward(grad)
 
-    split = trace(layer, run)
     width = model.moe.latent or model.hidden_size
     flop = 3 * 2 * 3 * tokens * model.moe.top_k * width * model.moe.expert_hidden
-    products = split.matmul["experts"]
     found: dict[str, Any] = {
         "backend": ctx.backend.name, "tokens": tokens, "rows_per_expert": tokens * model.moe.top_k / LOCAL,
-        "parts_ms": split.parts, "matmul_ms": split.matmul, "expert_products_ms": products,
-        "expert_tflops": flop / products / 1e9, "layer_ms": split.busy, "idle": split.idle,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9, "table": split.table(), "top": split.top(14),
     }  # fmt: skip
+    for kind in ("torch", "buffer"):
+        if kind == "buffer":
+            buffer_gradients(layer)
+        torch.cuda.reset_peak_memory_stats()
+        split = trace(layer, run)
+        products = split.matmul["experts"]
+        if kind == "buffer":  # the weight gradient's kernel is a product too
+            products += sum(ms for (_, name), ms in split.kernels.items() if "gradient_kernel" in name)
+        found[kind] = {
+            "parts_ms": split.parts, "matmul_ms": split.matmul, "expert_products_ms": products,
+            "expert_tflops": flop / products / 1e9, "layer_ms": split.busy, "idle": split.idle,
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9, "table": split.table(), "top": split.top(14),
+        }  # fmt: skip
+        print(said(found, kind), flush=True)
     found["router_ms"] = router_of_all(model, x, tokens)
     return found
+
+
+def said(found: dict[str, Any], kind: str) -> str:
+    one, how = found[kind], {"torch": "bf16 by torch", "buffer": "added to the fp32 buffer"}[kind]
+    return (
+        f"{found['tokens']} tokens, {found['rows_per_expert']:.0f} rows an expert, backend {found['backend']}, weight "
+        f"gradients {how}: expert products {one['expert_tflops']:.0f} TFLOP/s ({one['expert_products_ms']:.1f} ms), layer "
+        f"{one['layer_ms']:.1f} ms forward and backward, peak {one['peak_gb']:.1f} GB\n{one['table']}\n{one['top']}"
+    )
 
 
 def router_of_all(model: Any, x: Any, tokens: int) -> dict[str, float]:
@@ -127,13 +157,6 @@ def main() -> None:
 
     platform.install()
     found = measure(options.backend, options.tokens)
-    print(
-        f"{found['tokens']} tokens, {found['rows_per_expert']:.0f} rows an expert, backend {found['backend']}: expert "
-        f"products {found['expert_tflops']:.0f} TFLOP/s ({found['expert_products_ms']:.1f} ms), layer "
-        f"{found['layer_ms']:.1f} ms forward and backward, peak {found['peak_gb']:.1f} GB"
-    )
-    print(found["table"])
-    print(found["top"])
     for name, value in found["router_ms"].items():
         print(f"router over {ALL} experts, {name}: {value:.3f} ms")
     if options.json:

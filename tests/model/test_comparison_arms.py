@@ -17,6 +17,8 @@ from tests.parallel.tiny import perturb, tiny_config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import fp8_loss
+import moe_layer
 import plain
 import step as step_benchmark
 import stock
@@ -93,3 +95,41 @@ def test_attention_inside_documents_is_the_sum_of_squares() -> None:
     assert step_benchmark.square_share(iter(whole), 4096) == 1.0
     half = {"cu_seqlens": torch.tensor([0, 2048, 4096, 8192])}
     assert step_benchmark.square_share(iter([half]), 4096) == pytest.approx(0.75)
+
+
+def test_the_arms_of_the_fp8_comparison_train_here(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can run without a GPU: the loop, the source of tokens and the comparison."""
+    monkeypatch.setattr(fp8_loss, "LENGTH", 32)
+    here = [
+        "model=k3_tiny", "model.backend=local", "model.pattern=KF", "train.seq_length=32", "train.cuda_graphs=none",
+        "train.precision=fp32", "model.vocab_size=4096",
+    ]  # fmt: skip
+    monkeypatch.setattr(fp8_loss, "MODEL", fp8_loss.MODEL[:1])
+    losses = {name: fp8_loss.train(name, 2, [*here, *fp8_loss.MODEL[-2:-1]]) for name in ("bf16-0", "bf16-1")}
+    losses["fp8_block-0"] = [x + 0.5 for x in losses["bf16-0"]]
+    assert losses["bf16-0"] != losses["bf16-1"]
+    said = fp8_loss.compared(losses)
+    assert "2 seeds" in said[0] and said[1].endswith("minus bf16-0: +0.5000")
+    assert fp8_loss.entropy() < losses["bf16-0"][-1]
+
+
+@pytest.mark.parametrize("arm", ["fp8_both", "activations_fp8", "long_whole", "stock_long_whole", "plain"])
+def test_arms_of_the_step_compose(arm: str) -> None:
+    assert compose([*step_benchmark.BASE, *step_benchmark.ARMS[arm]])
+
+
+@pytest.mark.parametrize("arm", ["fp8_once-0", "activations-0", "experts-0"])
+def test_arms_of_the_fp8_comparison_compose(arm: str) -> None:
+    assert compose([*fp8_loss.MODEL, *fp8_loss.ARMS[arm][1]])
+
+
+def test_the_layer_at_k3s_width_runs_in_small(one_rank: Any) -> None:
+    from k3train.model.context import PackedStream
+
+    layer, ctx, config = moe_layer.build("local", 8, "k3_tiny")
+    assert compose(["model=k3", f"model.moe.experts={moe_layer.LOCAL}"]).model.moe.top_k == 16
+    x = torch.randn(64, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    stream = PackedStream(torch.tensor([0, 64], dtype=torch.int32), 64, 64)
+    layer(x, stream).backward(torch.ones_like(x))
+    moe_layer.buffer_gradients(layer)
+    assert x.grad is not None and all(w.main_grad.shape == w.shape for w in layer.experts.parameters())
