@@ -194,5 +194,14 @@ def _expert_values(config: Config, kinds: dict[str, str], number: int) -> float:
     spread = tensor if checks.sequence_parallel(config) else 1
     width = moe.latent or config.model.hidden_size
     unit = _kept(kinds["units"], 2, number)
-    routed = moe.top_k * (width + unit * moe.expert_hidden) + _kept(kinds["norms"], 1, number) * width
+    routed = _slots(config) * moe.top_k * (width + unit * moe.expert_hidden)
+    routed += _kept(kinds["norms"], 1, number) * width
     return routed / spread + unit * moe.shared_experts * moe.expert_hidden / tensor
+
+
+def _slots(config: Config) -> float:
+    """Rows that experts have room for, over those that are routed."""
+    p, moe = config.parallel, config.model.moe
+    if p.expert == 1 or p.expert_exchange != "slots":
+        return 1.0
+    return min(p.expert_capacity, p.expert * min(moe.top_k, moe.experts // p.expert) / moe.top_k)

@@ -70,6 +70,16 @@ def test_recomputation_and_shorter_streams_hold_less() -> None:
     assert half == pytest.approx(memory.activations(base(*PROXY)) / 2)
 
 
+def test_slots_of_the_experts_exchange_take_their_capacity_and_never_more_than_the_worst_case() -> None:
+    def held(**values: object) -> float:
+        return memory.activations(changed(base(*PROXY), parallel__expert=2, **values))
+
+    exact, slots = held(), held(parallel__expert_exchange="slots", parallel__expert_capacity=1.5)
+    worst = held(parallel__expert_exchange="slots", parallel__expert_capacity=2.0)
+    assert exact < slots < worst
+    assert worst == held(parallel__expert_exchange="slots", parallel__expert_capacity=9.0)
+
+
 def test_compute_time_is_flops_over_the_assumed_speed_and_shrinks_with_ranks() -> None:
     config = base(*PROXY)
     one = time.estimate(config, 1)
