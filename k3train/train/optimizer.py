@@ -40,7 +40,7 @@ for the norm and without adding a X to a product, for which torch first copies X
 five steps. Off until benchmarks/muon.py has timed both on a GPU."""
 REPLAYED = 0
 """With FOLDED, so many elements are iterated on by replaying a CUDA graph, where there are twice as many and more: 2^23
-stay in an H200's L2 from product to product, and a replay spares the 40 us that each launch takes. 0: no graphs."""
+stay in an H200's L2 from product to product, and a replay spares the 30 to 44 us of each launch. 0: no graphs."""
 BATCH = 1 << 28  # elements of momentum that are put together at once
 PIECE = 1 << 28  # elements that are iterated on at once: fewer take longer on an H200 (docs/recipe.md)
 
