@@ -183,11 +183,14 @@ def test_a_captured_micro_batch_is_the_eager_one(one_rank: Any, precision: str) 
 @pytest.mark.parametrize("graphs", ["none", "step"], ids=["eager", "captured"])
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
 def test_shared_inputs_and_kept_weights_change_no_loss(one_rank: Any, recipe: str, graphs: str) -> None:
-    """The same quantised numbers, made less often; two micro-batches a step, so that kept weights are used again."""
+    """The same quantised numbers, made less often: over two micro-batches a step, and around an evaluation."""
     kinds: list[dict[str, bool]] = [{}, {"fp8_share_inputs": True}, {"fp8_cache_weights": True}]
-    runs = [
-        train(engine_of(one_rank, precision=recipe, cuda_graphs=graphs, global_batch=4, **k), range(4)) for k in kinds
-    ]
+    runs = []
+    for switches in kinds:
+        engine = engine_of(one_rank, precision=recipe, cuda_graphs=graphs, global_batch=4, **switches)
+        losses = train(engine, range(3))
+        losses.append(engine.evaluate(batches(engine.config, 0, 1), 2)[0])
+        runs.append(losses + train(engine, range(3, 6)))
     print(recipe, graphs, runs)
     for losses in runs[1:]:
         assert max(abs(a - b) for a, b in zip(runs[0], losses)) < 1e-2

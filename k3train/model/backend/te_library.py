@@ -189,6 +189,9 @@ class _Linear:
     def refresh(self) -> None:
         kept = self.module._fp8_workspaces.get("weight")
         if kept is not None:
+            # both copies: a forward without gradients leaves its quantizer asking for one, and would drop the other, which
+            # captured steps read
+            kept._quantizer.set_usage(rowwise=True, columnwise=True)
             kept.quantize_(self.weight)
 
 
