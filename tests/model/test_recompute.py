@@ -117,7 +117,7 @@ def test_evaluation_counts_nothing_and_keeps_nothing(one_rank: Layout) -> None:
 
 @functools.cache
 def observed(mode: str, layout: tuple[tuple[str, int], ...]) -> Seen:
-    return train(4, dict(layout), {"train.recompute": mode, "train.micro_batch": 1}, steps=1)[0]
+    return train(4, dict(layout), {"train.recompute": mode, "train.micro_batch": 1, "train.global_batch": 4}, steps=1)[0]
 
 
 CONTEXT_TENSOR, PIPELINE_EXPERT = {"context": 2, "tensor": 2}, {"pipeline": 2, "virtual": 2, "expert": 2}

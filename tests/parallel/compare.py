@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -41,6 +42,11 @@ def distance(got: torch.Tensor, want: torch.Tensor, norm: float) -> float:
     return float((got.double() - want.double()).norm()) / scale
 
 
+def norm_of(step: Seen) -> float:
+    """The norm of all gradients, every parameter counted once."""
+    return math.sqrt(sum(float(g.double().square().sum()) for g in step.gradients.values()))
+
+
 def differences(got: list[Seen], want: list[Seen]) -> list[str]:
     """What differs, in the order in which one thing causes the next; empty when the runs agree."""
     found: list[str] = []
@@ -55,6 +61,8 @@ def differences(got: list[Seen], want: list[Seen]) -> list[str]:
             found.append(f"step {step}: loss {a.loss!r} against {b.loss!r}")
         if abs(a.grad_norm - b.grad_norm) > RELATIVE * b.grad_norm:
             found.append(f"step {step}: gradient norm {a.grad_norm!r} against {b.grad_norm!r}")
+        if abs(a.grad_norm - norm_of(a)) > RELATIVE * a.grad_norm:
+            found.append(f"step {step}: gradient norm {a.grad_norm!r}, but the gradients have {norm_of(a)!r}")
         if a.extra.keys() != b.extra.keys() or any(abs(a.extra[k] - v) > RELATIVE * abs(v) for k, v in b.extra.items()):
             found.append(f"step {step}: metrics {a.extra} against {b.extra}")
         if a.gradients.keys() != b.gradients.keys():

@@ -12,7 +12,7 @@ MTP = {"model.mtp_layers": 1, "model.mtp_loss_weight": 0.5}
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 LAYOUTS: list[Case] = [
     (2, {"pipeline": 2, "virtual": 2}, {}),
-    (2, {"context": 2}, {"train.micro_batch": 1}),
+    (2, {"context": 2}, {"train.micro_batch": 1, "train.global_batch": 4}),
     (2, {"data": 2}, {"train.recompute": "full"}),
 ]
 FURTHER: list[Case] = [  # with -m ops
@@ -28,7 +28,7 @@ CASES = [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.ops) for case in FURT
 def test_the_further_layer_trains_as_in_one_process(
     world: int, sizes: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
-    want = one_process(MTP | {k: v for k, v in overrides.items() if k.startswith("optim.")})
+    want = one_process(MTP | {k: v for k, v in overrides.items() if k.startswith(("optim.", "train.global_batch"))})
     assert all("train/mtp_loss" in step.extra for step in want)
     assert not differences(train(world, sizes, MTP | overrides), want)
 
