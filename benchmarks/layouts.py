@@ -1,19 +1,23 @@
 """Two GPUs under every kind of parallelism against one: losses in bf16, step time, bytes moved.
 
     python benchmarks/layouts.py                  # starts its own ranks; needs 2 CUDA devices
-    python benchmarks/layouts.py --json out.json
+    python benchmarks/layouts.py --json out.json --exchanges
+    python benchmarks/layouts.py --hidden 256 --sequence 64     # a rehearsal over gloo where there is no GPU
 
-One GPU runs first, in two orders of reduction: as it is, and with the micro-batches of a step permuted and every
+One GPU runs first, in three orders of reduction: as it is, and twice with the micro-batches of a step permuted and every
 row-parallel product summed as two bf16 halves, which is the arithmetic of two tensor ranks. The largest difference
-between those runs is the noise that a layout is held to (times 4). Then TP2, PP2 with
-2 virtual stages, EP2, CP2 and DP2 run the same steps on two GPUs (`--exchanges`: EP2 through each of our own exchanges).
-Bytes are counted at torch.distributed's door, per rank and step, for what this rank sends: an all-reduce counts its
-tensor once.
+between those runs is the noise that a layout is held to (times 4; FLOOR where the three happen to agree). Then TP2, PP2
+with 2 virtual stages, EP2, CP2 and DP2 run the same steps on two GPUs, and those that can be captured a second time as
+CUDA graphs (`--exchanges`: EP2 through each of our own exchanges). Bytes are counted at torch.distributed's door, per rank
+and step, for what this rank sends: an all-reduce counts its tensor once, and a replayed graph calls nothing there. Last,
+an eager schedule runs under torch's debug mode that notes whatever makes the host wait for the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import json
 import os
 import statistics
@@ -21,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"expert": 2},
     "CP2": {"context": 2},
     "DP2": {},
+    "DP2 captured": {"cuda_graphs": "step"},
+    "DP2 captured, reduced during the backward": {"overlap_grad_reduce": True, "cuda_graphs": "step"},
+    "PP2 VPP2 captured": {"pipeline": 2, "virtual": 2, "cuda_graphs": "step"},
+    "PP2 captured": {"pipeline": 2, "cuda_graphs": "step"},
+    "TP2+SP captured": {"tensor": 2, "cuda_graphs": "step"},
 }
+"""Fields of `parallel`; `cuda_graphs` belongs to train."""
 SLOTS = {"expert": 2, "expert_exchange": "slots"}
 EXCHANGES: dict[str, dict[str, Any]] = {
     "EP2 sized": {"expert": 2, "expert_exchange": "sized", "overlap_experts": True},
@@ -39,13 +50,16 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "EP2 slots captured": {**SLOTS, "overlap_experts": True, "cuda_graphs": "step"},
     "EP2 slots overflowing": {**SLOTS, "expert_capacity": 1.0, "cuda_graphs": "step"},
 }
-"""Our own exchanges of experts' rows; `cuda_graphs` belongs to train."""
+"""Our own exchanges of experts' rows."""
 
-STEPS, TIMED, WARMUP = 3, 3, 0
+STEPS, TIMED = 4, 3  # captured: launched from Python, captured, replayed twice
 SEQUENCE, GLOBAL = 2048, 4
+FLOOR = {"losses": 2e-3, "grad_norms": 5e-3}
+"""Differences that say nothing in bf16: of a loss, and of a gradient norm (relative)."""
+HANG = 240.0  # seconds until ranks that hang show where they stand, and end
 
 
-def make_config(parallel: dict[str, Any], hidden: int) -> Any:
+def make_config(parallel: dict[str, Any], hidden: int, sequence: int) -> Any:
     from k3train.config.schema import (
         Config,
         KDAConfig,
@@ -59,8 +73,11 @@ def make_config(parallel: dict[str, Any], hidden: int) -> Any:
     )
 
     heads = hidden // 128
+    import torch
+
     parallel = dict(parallel)
     graphs = parallel.pop("cuda_graphs", "none")
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
     model = ModelConfig(
         name="layouts", vocab_size=16384, hidden_size=hidden, pattern="KKKF*2 F", dense_hidden=4 * hidden,
         residual_block=3, kda=KDAConfig(heads=heads, head_dim=128),
@@ -70,8 +87,9 @@ def make_config(parallel: dict[str, Any], hidden: int) -> Any:
     return Config(
         run=RunConfig(name="layouts", seed=1), model=model, parallel=ParallelConfig(**parallel),
         optim=OptimConfig(lr=1e-4),
-        train=TrainConfig(seq_length=SEQUENCE, micro_batch=1, global_batch=GLOBAL, precision="bf16",
-                          cuda_graphs=graphs),
+        train=TrainConfig(
+            seq_length=sequence, micro_batch=1, global_batch=GLOBAL, precision=precision, cuda_graphs=graphs
+        ),
     )  # fmt: skip
 
 
@@ -79,7 +97,7 @@ def batches(config: Any, dp_rank: int, dp_size: int, step: int, order: int) -> I
     """Micro-batches of one step for one data-parallel rank; `order` permutes which micro-batch holds which sample."""
     import torch
 
-    count = config.train.global_batch // dp_size
+    count, length = config.train.global_batch // dp_size, config.train.seq_length
     samples = list(range(config.train.global_batch))
     if order:
         generator = torch.Generator().manual_seed(order)
@@ -87,154 +105,214 @@ def batches(config: Any, dp_rank: int, dp_size: int, step: int, order: int) -> I
     for m in range(count):
         index = samples[m * dp_size + dp_rank]
         generator = torch.Generator().manual_seed(10_000 * step + index)
-        tokens = torch.randint(0, config.model.vocab_size, (SEQUENCE + 1,), generator=generator)
-        cuts = sorted(torch.randint(1, SEQUENCE, (3,), generator=generator).unique().tolist())
-        mask = torch.ones(SEQUENCE)
+        tokens = torch.randint(0, config.model.vocab_size, (length + 1,), generator=generator)
+        cuts = sorted(torch.randint(1, length, (3,), generator=generator).unique().tolist())
+        mask = torch.ones(length)
         mask[[c - 1 for c in cuts]] = 0
-        cu = torch.tensor([0, *cuts, SEQUENCE], dtype=torch.int32)
+        cu = torch.tensor([0, *cuts, length], dtype=torch.int32)
         yield {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "cu_seqlens": cu}
 
 
 class Traffic:
-    """Counts bytes that this rank hands to torch.distributed."""
+    """Counts bytes that this rank hands to torch.distributed. Make it before megatron binds those functions."""
 
     def __init__(self) -> None:
-        import torch
-        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
 
         self.bytes = 0
+        for name, place, key in (
+            ("all_reduce", 0, "tensor"), ("all_gather_into_tensor", 1, "input_tensor"), ("all_gather", 1, "tensor"),
+            ("reduce_scatter_tensor", 1, "input"), ("all_to_all_single", 1, "input"), ("isend", 0, "tensor"),
+            ("send", 0, "tensor"),
+        ):  # fmt: skip
+            self._wrap(c10d, name, place, key)
 
-        def wrap(owner: Any, name: str, tensor_at: int) -> None:
-            real = getattr(owner, name)
+    def _wrap(self, c10d: Any, name: str, place: int, key: str) -> None:
+        import torch
 
-            def counted(*args: Any, **options: Any) -> Any:
-                value = args[tensor_at] if len(args) > tensor_at else None
-                if isinstance(value, torch.Tensor):
-                    self.bytes += value.numel() * value.element_size()
-                return real(*args, **options)
+        real = getattr(c10d, name)
 
-            setattr(owner, name, counted)
+        def counted(*args: Any, **options: Any) -> Any:
+            value = args[place] if len(args) > place else options.get(key)
+            if isinstance(value, torch.Tensor):
+                self.bytes += value.numel() * value.element_size()
+            return real(*args, **options)
 
-        for name, at in (("all_reduce", 0), ("all_gather_into_tensor", 1), ("reduce_scatter_tensor", 1),
-                         ("all_to_all_single", 1), ("isend", 0), ("send", 0), ("all_gather", 1)):  # fmt: skip
-            wrap(dist, name, at)
-        real_p2p = dist.P2POp
-
-        class Counted(real_p2p):  # type: ignore[misc, valid-type]
-            def __init__(op, function: Any, tensor: Any, *args: Any, **options: Any) -> None:  # noqa: N805
-                if function.__name__ in ("isend", "counted"):
-                    self.bytes += tensor.numel() * tensor.element_size()
-                super().__init__(function, tensor, *args, **options)
-
-            def __new__(cls, *args: Any, **options: Any) -> Any:
-                return object.__new__(cls)
-
-        dist.P2POp = Counted
+        # both names: torch compares the operation of a batched send with its own
+        setattr(c10d, name, counted)
+        setattr(torch.distributed, name, counted)
 
 
-def worker(job: dict[str, Any]) -> None:
-    """One rank: run the jobs' layouts in turn and write what rank 0 saw."""
+def sum_in_halves() -> Callable[[bool], None]:
+    """A switch that makes every row-parallel product the sum of two bf16 products, as on two tensor ranks."""
     import torch
-    import torch.distributed as dist
 
-    from k3train.platform import install_adam, quieten
-
-    quieten()
-    rank = int(os.environ.get("RANK", "0"))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    install_adam()
-    from k3train.engine.megatron import MegatronEngine
     from k3train.model.backend.local import Row
-    from k3train.parallel import layout as layouts
+    from k3train.model.backend.te import TERow
 
-    plain = Row.forward
+    plain = {kind: kind.forward for kind in (Row, TERow)}
 
     def in_halves(self: Any, x: Any) -> Any:
         left, right = x.chunk(2, -1)
         a, b = self.weight.chunk(2, 1)
         return torch.nn.functional.linear(left, a) + torch.nn.functional.linear(right, b)
 
+    def switch(on: bool) -> None:
+        for kind, forward in plain.items():
+            kind.forward = in_halves if on else forward  # type: ignore[method-assign]
+
+    return switch
+
+
+def waits_of(engine: Any, prepared: list[dict[str, Any]]) -> list[str]:
+    """Lines that make the host wait for the device between the first forward and the reduced gradients."""
+    import torch
+
+    for model in engine.ddp:
+        model.zero_grad_buffer()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            engine._run_schedule(iter(prepared), len(prepared), forward_only=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sorted({f"{w.filename}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)})
+
+
+def worker(job: dict[str, Any]) -> None:
+    """One rank: run the jobs' layouts in turn and write what rank 0 saw."""
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    import torch
+    import torch.distributed as dist
+
+    from k3train import platform
+
+    platform.install()  # without a GPU, megatron's calls for one are answered by the CPU
+    platform.quieten()
+    rank, cuda = int(os.environ.get("RANK", "0")), torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    platform.install_adam()
     traffic = Traffic()
-    results = {}
+    from k3train.parallel import layout as layouts
+
+    halves = sum_in_halves()
+    results: dict[str, Any] = {}
     for name, parallel, order in job["runs"]:
-        config = make_config(parallel, job["hidden"])
-        Row.forward = in_halves if order else plain
+        print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
+        config = make_config(parallel, job["hidden"], job["sequence"])
+        halves(bool(order))
         layout = layouts.initialize(layouts.sizes_from_config(config.parallel, dist.get_world_size()))
-        engine = MegatronEngine(config, layout, torch.device("cuda", rank))
-        micro = engine.micro_batches(GLOBAL)
-
-        def step(number: int, order: int, engine: Any = engine, layout: Any = layout, micro: int = micro) -> Any:
-            source = batches(engine.config, layout.dp.rank(), layout.sizes.data, number, order)
-            return engine.step(source, 1e-4, micro)
-
-        seen = [(r.loss, r.grad_norm) for r in (step(i, order) for i in range(STEPS))]
-        for i in range(WARMUP):
-            step(i, order)
-        times = []
-        torch.cuda.reset_peak_memory_stats()
-        traffic.bytes = 0
-        for i in range(TIMED):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            step(i, order)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        results[name] = {
-            "losses": [s[0] for s in seen], "grad_norms": [s[1] for s in seen],
-            "milliseconds": statistics.median(times) * 1e3, "sent_mb_per_step": traffic.bytes / TIMED / 1e6,
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        }  # fmt: skip
-        if engine.graphs is not None:
-            engine.graphs.close()
-        del engine, step
-        torch.cuda.empty_cache()
-    if rank == 0:
-        Path(job["out"]).write_text(json.dumps(results))
+        results[name] = run_one(config, layout, traffic, order)
+        if rank == 0:
+            Path(job["out"]).write_text(json.dumps(results))
     dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
-def launch(ranks: int, runs: list[tuple[str, dict[str, Any], int]], hidden: int) -> dict[str, Any]:
-    """Start `ranks` processes of this script and return rank 0's results. Raises RuntimeError with a rank's output."""
+def run_one(config: Any, layout: Any, traffic: Traffic, order: int) -> dict[str, Any]:
+    """Losses and norms of the first steps, then step times, traffic and waits, on this rank."""
+    import torch
+
+    from k3train.engine.megatron import MegatronEngine
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    engine = MegatronEngine(config, layout, device)
+    micro = engine.micro_batches(GLOBAL)
+
+    def prepare(number: int) -> list[dict[str, Any]]:
+        return list(batches(config, layout.dp.rank(), layout.sizes.data, number, order))
+
+    def synchronize() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    seen = [engine.step(iter(prepare(i)), 1e-4, micro) for i in range(STEPS)]
+    times = []
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    traffic.bytes = 0
+    for i in range(TIMED):
+        prepared = prepare(i)
+        synchronize()
+        start = time.perf_counter()
+        engine.step(iter(prepared), 1e-4, micro)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    found = {
+        "losses": [r.loss for r in seen], "grad_norms": [r.grad_norm for r in seen],
+        "milliseconds": statistics.median(times) * 1e3, "sent_mb_per_step": traffic.bytes / TIMED / 1e6,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0,
+        "graphs": 0 if engine.graphs is None else len(engine.graphs.graphs),
+        "waits": waits_of(engine, prepare(0)) if cuda and engine.graphs is None else [],
+    }  # fmt: skip
+    if engine.graphs is not None:
+        engine.graphs.close()
+    for model in engine.ddp:
+        model.grad_accs.clear()  # hooks in C++ form a ring with the engine that Python cannot see
+    engine.ctx.megatron.finalize_model_grads_func = None
+    vars(engine).clear()
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return found
+
+
+def launch(ranks: int, runs: list[tuple[str, dict[str, Any], int]], hidden: int, sequence: int) -> dict[str, Any]:
+    """Start `ranks` processes of this script and return rank 0's results. Raises RuntimeError with a rank's output where
+    none of the runs came to its end; of others, the output is under "failed"."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        job = json.dumps({"runs": runs, "hidden": hidden, "out": str(out)})
+        job = json.dumps({"runs": runs, "hidden": hidden, "sequence": sequence, "out": str(out)})
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
                    __file__, "--job", job]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-        if done.returncode or not out.is_file():
-            raise RuntimeError(
-                f"{ranks} ranks ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-            )
-        return json.loads(out.read_text())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG + 60, check=False)
+        said = f"{ranks} ranks ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        results: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+        if not results:
+            raise RuntimeError(said)
+        return {**results, "failed": said} if done.returncode else results
 
 
-def measure(hidden: int = 1024, on_two: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+def measure(
+    hidden: int = 1024, sequence: int = SEQUENCE, on_two: dict[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """The reference runs on one GPU, every layout (of `on_two`, else LAYOUTS) on two, and the noise to judge by."""
-    reference = launch(1, [(f"order {order}", {}, order) for order in (0, 1)], hidden)
+    reference = launch(1, [(f"order {order}", {}, order) for order in (0, 1, 2)], hidden, sequence)
+    failed = reference.pop("failed", "")
+    if failed:
+        raise RuntimeError(failed)
     runs = list(reference.values())
-    spread = {
-        key: max(abs(a[key][i] - b[key][i]) for a in runs for b in runs for i in range(STEPS))
-        for key in ("losses", "grad_norms")
+    spread = {key: max(abs(a[key][i] - b[key][i]) for a in runs for b in runs for i in range(STEPS)) for key in FLOOR}
+    layouts = launch(2, [(name, parallel, 0) for name, parallel in (on_two or LAYOUTS).items()], hidden, sequence)
+    failed = layouts.pop("failed", "")
+    limits = {
+        "losses": max(4 * spread["losses"], FLOOR["losses"]),
+        "grad_norms": max(4 * spread["grad_norms"], FLOOR["grad_norms"] * max(runs[0]["grad_norms"])),
     }
-    layouts = launch(2, [(name, parallel, 0) for name, parallel in (on_two or LAYOUTS).items()], hidden)
-    return {"one": runs[0], "spread": spread, "layouts": layouts, "hidden": hidden}
+    return {"one": runs[0], "spread": spread, "limits": limits, "layouts": layouts, "hidden": hidden,
+            "sequence": sequence, "failed": failed}  # fmt: skip
 
 
 def deviations(result: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Largest difference of each layout from one GPU, over the steps."""
-    one = result["one"]
-    return {
-        name: {key: max(abs(a - b) for a, b in zip(seen[key], one[key])) for key in ("losses", "grad_norms")}
-        for name, seen in result["layouts"].items()
-    }
+    return {name: distance(seen, result["one"]) for name, seen in result["layouts"].items()}
+
+
+def distance(seen: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Largest difference of losses and of gradient norms over the steps."""
+    return {key: max(abs(a - b) for a, b in zip(seen[key], other[key])) for key in FLOOR}
 
 
 def table(result: dict[str, Any]) -> str:
     one, spread = result["one"], result["spread"]
     lines = [
-        f"hidden {result['hidden']}, 9 layers, {GLOBAL} x {SEQUENCE} tokens a step, bf16; noise of the order of "
+        f"hidden {result['hidden']}, 9 layers, {GLOBAL} x {result['sequence']} tokens a step, bf16; noise of the order of "
         f"addition: loss {spread['losses']:.2e}, gradient norm {spread['grad_norms']:.2e}",
         "| layout | loss off by | gradient norm off by | ms a step | of two GPUs | sent, MB a rank, step | peak GB |",
         "|---|---|---|---|---|---|---|",
@@ -247,20 +325,23 @@ def table(result: dict[str, Any]) -> str:
             f"| {name} | {off['losses']:.2e} | {off['grad_norms']:.2e} | {seen['milliseconds']:.0f} | {share:.2f} "
             f"| {seen['sent_mb_per_step']:.0f} | {seen['peak_gb']:.1f} |"
         )
-    return "\n".join(lines)
+    for name, seen in result["layouts"].items():
+        lines += [f"{name} waits at {place}" for place in seen["waits"]]
+    return "\n".join([*lines, result["failed"]])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the results here")
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--sequence", type=int, default=SEQUENCE)
     parser.add_argument("--exchanges", action="store_true", help="EP2 through our own exchanges instead of all layouts")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         worker(json.loads(options.job))
         return
-    result = measure(options.hidden, EXCHANGES if options.exchanges else LAYOUTS)
+    result = measure(options.hidden, options.sequence, EXCHANGES if options.exchanges else LAYOUTS)
     print(table(result))
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))

@@ -36,6 +36,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "data")]
 
+# Stages of k3_proxy whose chunks of one number take equal time on both ranks, by the split of one GPU's step: ranks run
+# the same chunk at the same time, so what counts is each chunk's slower rank, not the slowest stage of all.
+EVEN = "parallel.pipeline_layout='E K K K|F K K|K F K K|K F F L'"
+EVEN3 = "parallel.pipeline_layout='E K K|K F|K K|K F|K K K|F F L'"
 ARMS: dict[str, list[str]] = {
     "base": [],
     "balanced": [],
@@ -59,15 +63,23 @@ ARMS: dict[str, list[str]] = {
     "long": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
              "train.recompute=unit", "train.cuda_graphs=none"],
     "data2": ["parallel.data=2"],
+    "data2_overlap": ["parallel.data=2", "parallel.overlap_grad_reduce=true"],  # the whole schedule in one graph
     "expert2": ["parallel.expert=2", "train.cuda_graphs=none"],
     "expert2_sized": ["parallel.expert=2", "parallel.expert_exchange=sized", "parallel.overlap_experts=true",
                       "train.cuda_graphs=none"],
     "expert2_slots": ["parallel.expert=2", "parallel.expert_exchange=slots", "parallel.overlap_experts=true"],
     "expert2_alone": ["parallel.expert=2", "parallel.expert_exchange=slots"],  # nothing beside the exchange
     "pipeline2": ["parallel.pipeline=2", "parallel.virtual=2", "train.cuda_graphs=none"],
+    "pipeline2_even": ["parallel.pipeline=2", "parallel.virtual=2", EVEN, "train.cuda_graphs=none"],
+    "pipeline2_graphs": ["parallel.pipeline=2", "parallel.virtual=2", EVEN],
+    "pipeline2_graphs3": ["parallel.pipeline=2", "parallel.virtual=3", EVEN3],
     "context2_long": [
         "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
         "train.recompute=unit", "train.cuda_graphs=none",
+    ],
+    "context2_256k": [
+        "parallel.context=2", "train.seq_length=262144", "train.micro_batch=1", "train.global_batch=1",
+        "train.recompute=full", "train.cuda_graphs=none",
     ],
     "long_whole": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
                    "train.recompute=unit", "train.cuda_graphs=none"],
