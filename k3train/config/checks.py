@@ -374,9 +374,12 @@ def _check_layout(config: Config) -> None:
         raise LayoutError(
             f"parallel.overlap_param_gather=true has nothing to gather ({why}); type parallel.overlap_param_gather=false"
         )
-    if p.context > 1 and m.mixer != "kda":
+    heads = m.kda.heads // p.tensor
+    if p.context > 1 and m.mixer != "kda" and heads % p.context:
         raise LayoutError(
-            f"parallel.context={p.context} is built for model.mixer=kda, not {m.mixer}; type parallel.context=1"
+            f"model.mixer={m.mixer} gives each of parallel.context={p.context} ranks some heads of the whole sequence, and "
+            f"{heads} heads (model.kda.heads={m.kda.heads} over parallel.tensor={p.tensor}) do not divide by it; type "
+            f"parallel.context={math.gcd(heads, p.context)}, or model.mixer=kda, whose ranks hold tokens"
         )
     stream = t.micro_batch * t.seq_length
     pieces = p.context * (p.tensor if sequence_parallel(config) else 1) * (2 if p.context > 1 else 1)

@@ -3,6 +3,9 @@
 All share KDA's q, k, v, output-gate and output projections, its short convolutions and its output norm, so that arms of
 a comparison differ in the recurrence and in what drives it (beta from the delta rule up, one decay a head for the gated
 delta rule, one a channel for KDA).
+
+Over context ranks the projected tokens of all heads are traded for the whole stream of some heads, and back: whatever a
+mixer does to a stream, it does whole.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from k3kernels.norm import gated_rms_norm
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.kda import KDA
 from k3train.model.parameters import ParameterSpec, new_parameter, split_by_heads
+from k3train.parallel.exchange import heads_to_tokens, tokens_to_heads
 
 
 class LadderMixer(nn.Module):
@@ -57,30 +61,48 @@ class LadderMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         entered = self.ctx.layout.enter_tensor_parallel(x)
-        projected = (proj(entered)[None] for proj in (self.q_proj, self.k_proj, self.v_proj))
-        weights = (self.q_conv, self.k_conv, self.v_conv)
-        *convolved, _ = short_convolution_qkv(*projected, *weights, cu_seqlens=stream.cu_seqlens)
-        q, k, v = (t.view(1, -1, self.heads, self.head_dim) for t in convolved)
-        out = self.mix(q, k, v, entered, stream)
+        out = self.mix(entered, stream)
         gate = self.g_proj(entered).view(-1, self.heads, self.head_dim)
         out = gated_rms_norm(out, gate, self.o_norm, eps=self.ctx.model.norm_eps)
         return self.o_proj(out.reshape(out.shape[0], -1))
 
-    def mix(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, entered: torch.Tensor, stream: PackedStream
+    def mix(self, entered: torch.Tensor, stream: PackedStream) -> torch.Tensor:
+        """[T_local, d] -> [T_local, H, K]."""
+        projected = [proj(entered) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        gates = [proj(entered) for proj in self.gate_projections()]
+        group = self.ctx.layout.cp
+        if group.size() == 1:
+            return self.sequence(projected, gates, slice(None), stream)
+        per_head = [x.unflatten(1, (self.heads, -1)) for x in (*projected, *gates)]
+        whole = tokens_to_heads(torch.cat(per_head, dim=-1), group)
+        *q_k_v, gates_of_mine = whole.split([self.head_dim] * 3 + [len(gates)], dim=-1)
+        mine = slice(group.rank() * whole.shape[1], (group.rank() + 1) * whole.shape[1])
+        flat, numbers = [x.flatten(1) for x in q_k_v], [x.contiguous() for x in gates_of_mine.unbind(-1)]
+        return heads_to_tokens(self.sequence(flat, numbers, mine, stream), group)
+
+    def gate_projections(self) -> list[nn.Module]:
+        """What gives a number a head and token: beta, and the raw decay."""
+        return [getattr(self, name) for name in ("b_proj", "a_proj") if hasattr(self, name)]
+
+    def sequence(
+        self, projected: list[torch.Tensor], gates: list[torch.Tensor], heads: slice, stream: PackedStream
     ) -> torch.Tensor:
-        """q, k, v [1, T, H, K] -> [T, H, K]."""
-        cu = stream.cu_seqlens
+        """Convolutions and recurrence over a whole stream: q, k, v [T, h * K] and gates [T, h] of `heads` of this tensor
+        rank's -> [T, h, K]."""
+        cu, width = stream.cu_seqlens, self.head_dim
+        rows = slice(None) if heads.start is None else slice(heads.start * width, heads.stop * width)
+        weights = (self.q_conv[rows], self.k_conv[rows], self.v_conv[rows])
+        *convolved, _ = short_convolution_qkv(*(x[None] for x in projected), *weights, cu_seqlens=cu)
+        q, k, v = (x.unflatten(-1, (-1, width)) for x in convolved)
         if self.kind == "softmax":
-            return self.ctx.backend.attention(q[0], k[0], v[0], stream, self.head_dim**-0.5)
+            return self.ctx.backend.attention(q[0], k[0], v[0], stream, width**-0.5)
         if self.kind == "linear":
             return linear_attention(q, k, v, cu_seqlens=cu)[0][0]
-        beta = self.b_proj(entered)[None]
+        beta = gates[0][None]
         if self.kind == "delta":
             return delta_rule(q, k, v, beta, cu_seqlens=cu)[0][0]
-        z = self.a_proj(entered)[None]
-        bound = self.ctx.model.kda.decay_bound
-        return gated_delta(q, k, v, z, beta, self.A_log, self.dt_bias, bound=bound, cu_seqlens=cu)[0][0]
+        bound, A_log, dt_bias = self.ctx.model.kda.decay_bound, self.A_log[heads], self.dt_bias[heads]
+        return gated_delta(q, k, v, gates[1][None], beta, A_log, dt_bias, bound=bound, cu_seqlens=cu)[0][0]
 
 
 def make_mixer(ctx: ModelContext, layer: int) -> nn.Module:

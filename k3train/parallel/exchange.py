@@ -62,3 +62,39 @@ class _SwapHalves(torch.autograd.Function):
 def swap_halves(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[n, ...]: keep the first n - n // 2 rows, trade the others with the mirror rank. It undoes itself."""
     return _SwapHalves.apply(x, group)
+
+
+def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """parts [ranks, ...]: part i goes to rank i; the answer's part i came from rank i."""
+    out = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, parts.contiguous(), group=group)
+    return out
+
+
+def _tokens_to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _all_to_all(x.unflatten(1, (group.size(), -1)).transpose(0, 1), group).flatten(0, 1)
+
+
+def _heads_to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _all_to_all(x.unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)
+
+
+class _TradeHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, to_heads: bool) -> torch.Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return (_tokens_to_heads if to_heads else _heads_to_tokens)(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (_heads_to_tokens if ctx.to_heads else _tokens_to_heads)(grad, ctx.group), None, None
+
+
+def tokens_to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[n, H, C], this rank's tokens of all heads -> [ranks * n, H / ranks, C], all tokens of this rank's heads."""
+    return _TradeHeads.apply(x, group, True)
+
+
+def heads_to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks * n, H / ranks, C] -> [n, H, C]: undoes `tokens_to_heads`."""
+    return _TradeHeads.apply(x, group, False)
