@@ -168,6 +168,21 @@ def test_the_update_has_the_root_mean_square_asked_for(one_rank: Any) -> None:
     assert update.square().mean().sqrt() == pytest.approx(0.2, rel=0.25)
 
 
+def test_two_steps_are_nesterovs_with_decoupled_decay(one_rank: Any) -> None:
+    lr, decay, momentum = 0.1, 0.1, 0.95
+    p = torch.nn.Parameter(torch.ones(12, 20))
+    p.k3 = ParameterSpec((12, 20))  # type: ignore[attr-defined]
+    optimizer = PerHeadMuon([p], lr=lr, weight_decay=decay, muon=FP32, layout=one_rank)
+    want, buffer = torch.ones(12, 20), torch.zeros(12, 20)
+    for seed in range(2):
+        p.grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+        buffer = p.grad + momentum * buffer
+        direction = orthogonalise((p.grad + momentum * buffer)[None], FP32)[0]
+        want = (1 - lr * decay) * want - lr * 0.2 * 20**0.5 * direction
+        torch.testing.assert_close(p.detach(), want)
+
+
 def test_heads_are_orthogonalised_one_by_one(one_rank: Any) -> None:
     spec = ParameterSpec((4 * 8, 64), tensor_axis=0, head_rows=(8,))
     per_head = moved(spec, one_rank, FP32)
