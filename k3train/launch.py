@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import errno
 import os
 import shutil
 import signal
@@ -375,6 +376,13 @@ def report(verb: str, call: Callable[[], int | None]) -> int:
         return 130
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or error.filename is None:
+            _tell(traceback.format_exc().rstrip())
+            return EXIT_FAULT
+        why = "allow reading and writing there, or name another place"
+        _tell(f"k3train {verb}: {error.filename} cannot be used ({error.strerror}); {why}")
+        return EXIT_USER
     except BaseException:
         _tell(traceback.format_exc().rstrip())
         return EXIT_FAULT

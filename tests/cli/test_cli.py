@@ -153,8 +153,11 @@ def test_report_turns_outcomes_into_exit_codes(capsys: pytest.CaptureFixture[str
     assert launch.report("x", raising(ConfigError("wrong key"))) == launch.EXIT_USER
     assert launch.report("x", raising(RuntimeError("broken"))) == launch.EXIT_FAULT
     assert launch.report("x", raising(KeyboardInterrupt())) == 130
+    assert launch.report("x", raising(PermissionError(13, "Permission denied", "/there"))) == launch.EXIT_USER
+    assert launch.report("x", raising(OSError(5, "Input/output error", "/disk"))) == launch.EXIT_FAULT
     err = capsys.readouterr().err
     assert "k3train x: wrong key" in err and "RuntimeError: broken" in err
+    assert "k3train x: /there cannot be used (Permission denied); allow" in err and "PermissionError" not in err
 
 
 def test_the_environment_is_left_alone_by_a_plain_verb(capsys: pytest.CaptureFixture[str]) -> None:
