@@ -117,7 +117,9 @@ def test_evaluation_counts_nothing_and_keeps_nothing(one_rank: Layout) -> None:
 
 @functools.cache
 def observed(mode: str, layout: tuple[tuple[str, int], ...]) -> Seen:
-    return train(4, dict(layout), {"train.recompute": mode, "train.micro_batch": 1, "train.global_batch": 4}, steps=1)[0]
+    return train(4, dict(layout), {"train.recompute": mode, "train.micro_batch": 1, "train.global_batch": 4}, steps=1)[
+        0
+    ]
 
 
 CONTEXT_TENSOR, PIPELINE_EXPERT = {"context": 2, "tensor": 2}, {"pipeline": 2, "virtual": 2, "expert": 2}
@@ -213,13 +215,14 @@ def test_offloaded_tensors_come_back_whole() -> None:
     from k3train.model.recompute import offloaded
 
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    before = torch.cuda.memory_allocated()
     with offloaded():
         y = (x * 2).sin().square()
-    saved = torch.cuda.memory_allocated()
+    saved = torch.cuda.memory_allocated() - before
     y.sum().backward()
     want = 4 * torch.sin(2 * x.detach()) * torch.cos(2 * x.detach())
     torch.testing.assert_close(x.grad, want)
-    assert saved < 4 * x.nbytes  # x, y and little else
+    assert saved < 2 * x.nbytes  # y, and neither of the two tensors that backward reads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
