@@ -206,8 +206,10 @@ def measure(name: str, overrides: list[str], *, steps: int, split: bool, audit: 
             engine = make_engine(config, name)
             built = time.perf_counter() - begin
             return run_arm(name, overrides, config, engine, built, steps=steps, split=split, audit=audit, keep=keep)
-        except torch.OutOfMemoryError as error:
-            if config.train.micro_batch == 1:
+        except Exception as error:
+            # a capture that fails for memory says so as its cause
+            memory = any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__cause__))
+            if not memory or config.train.micro_batch == 1:
                 raise
             print(f"{name}: out of memory at micro-batch {config.train.micro_batch}: {str(error)[:90]}", flush=True)
         finally:
