@@ -3,7 +3,8 @@
     python benchmarks/kda.py                        # ours alone; fla and GDN rows say "not run"
     pip install fla-core==0.6.0 && python benchmarks/kda.py --json kda.json
 
-Providers: `ours` (bound -5), `ours softplus` (unbounded gate), `fla` (chunk_kda with safe_gate and lower_bound -5,
+Providers: `ours` (bound -5), `ours softplus` (unbounded gate), `ours 4 slices` and the like (a long stream's serial passes
+beside its chunk-parallel kernels; only when named: slices.py), `fla` (chunk_kda with safe_gate and lower_bound -5,
 its tensor-core path), `gdn` (fla's gated delta rule: scalar decay, less work). Protocol: all providers are warmed up
 and autotuned, then timed in rounds whose order alternates, with CUDA events and a flushed L2
 (triton.testing.do_bench); the number is the median of the rounds' medians. `fwd` is the training forward, `f+b` adds
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from device_time import device_ms, host_ms, kernel_ms, median
 
 from k3kernels.kda import kda
+from k3kernels.kda.triton import plan
 
 DOCUMENTS = [1300, 547, 2048, 963, 271, 3063, 1, 15, 64, 130, 4096, 3886]
 SHAPES = {
@@ -92,7 +94,20 @@ def providers() -> dict[str, Callable[[dict[str, Tensor], Tensor | None], tuple[
 
         return call
 
+    def sliced(slices: int) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+        plain = ours(-5.0)
+
+        def call(x: dict[str, Tensor], cu: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+            plan.SLICES = slices
+            try:
+                return plain(x, cu)
+            finally:
+                plan.SLICES = 1
+
+        return call
+
     found = {"ours": ours(-5.0), "ours softplus": ours(None)}
+    found |= {f"ours {n} slices": sliced(n) for n in (2, 4, 8)}
     try:
         from fla.ops.kda import chunk_kda
     except ImportError:
@@ -209,8 +224,8 @@ def main() -> None:
         sys.exit("benchmarks/kda.py: needs a CUDA device")
     tune_in_parallel()
     calls = providers()
-    if options.providers:
-        calls = {name: call for name, call in calls.items() if name in options.providers.split(",")}
+    named = options.providers.split(",") if options.providers else ["ours", "ours softplus", "fla", "gdn"]
+    calls = {name: call for name, call in calls.items() if name in named}
     bandwidth, rate = ceilings()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
@@ -225,7 +240,7 @@ def main() -> None:
         shape = list(SHAPES)[int(index)]
         B, T, H, _ = SHAPES[shape]
         rows = results[shape] = measure(shape, calls, options.rounds, options.rep, options.split)
-        for name in ("ours", "ours softplus", "fla", "gdn"):
+        for name in calls if options.providers else ("ours", "ours softplus", "fla", "gdn"):
             row = rows.get(name)
             if row is None:
                 print(f"{shape:18} {name:14} not run")

@@ -113,7 +113,21 @@ def test_stream_cut_into_segments(segments: int, T: int, monkeypatch: pytest.Mon
     check(inputs, bound=-5.0)
 
 
-def test_only_long_streams_with_few_heads_are_cut() -> None:
+@pytest.mark.parametrize("T", [100, 130], ids=["two slices", "three slices, the last one short"])
+def test_slices_of_a_stream_give_the_bits_of_the_whole(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {name: x.to(DEVICE, torch.float32) for name, x in kda_inputs(T=T, H=1, HV=2).items()}
+    whole, names = outputs_and_gradients(kda_triton, inputs, None, bound=-5.0)
+    monkeypatch.setattr(plan, "slice_stream", lambda *_: 3)
+    for name, a, b in zip(names, whole, outputs_and_gradients(kda_triton, inputs, None, bound=-5.0)[0]):
+        assert torch.equal(a, b), name
+
+
+def test_only_long_streams_with_few_heads_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan.slice_stream(chunks=1024, programs=64, processors=132) == 1
+    monkeypatch.setattr(plan, "SLICES", 4)
+    assert plan.slice_stream(chunks=1024, programs=64, processors=132) == 4
+    assert plan.slice_stream(chunks=1024, programs=96, processors=132) == 1
+    assert plan.slice_stream(chunks=100, programs=64, processors=132) == 1
     assert plan.split_stream(chunks=1024, programs=64, processors=132) == 1
     assert plan.split_stream(chunks=1024, programs=32, processors=132) == 4
     assert plan.split_stream(chunks=1024, programs=8, processors=132) == 8

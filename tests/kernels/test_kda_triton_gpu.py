@@ -143,6 +143,23 @@ def test_explicit_layouts_in_segments(columns: int, bound: float | None, monkeyp
     check(make("open gates", 500), room=2.0, bound=bound)  # starts of segments are found by products with transitions
 
 
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
+def test_slices_of_a_stream_give_the_bits_of_the_whole(bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from a graph; long enough for serial and chunk-parallel kernels to be under way together."""
+    x = make("open gates", 8_001, H=16)
+    whole, names = outputs_and_gradients(kda_triton, x, None, bound=bound)
+    monkeypatch.setattr(plan, "slice_stream", lambda *_: 4)
+    for _ in range(5):
+        for name, a, b in zip(names, whole, outputs_and_gradients(kda_triton, x, None, bound=bound)[0]):
+            assert torch.equal(a, b), name
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        o, state = kda_triton(**x, bound=bound, output_final_state=True)
+    graph.replay()
+    assert torch.equal(o, whole[0])
+    assert torch.equal(state, whole[1])
+
+
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 65, 1000])
 def test_explicit_layouts_at_length(T: int) -> None:
     check(make("random", T, B=2, H=1, HV=2), tol=1.5e-2, bound=-5.0)

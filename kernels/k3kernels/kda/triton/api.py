@@ -1,19 +1,14 @@
 """Buffers, launches and autograd around the KDA kernels."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .kside import kside_kernel
-from .kside_hopper import kside_hopper_kernel
-from .passes import F32, launch, reverse_pass, state_pass, strides
+from . import slices
+from .passes import reverse_pass, state_pass
 from .plan import Problem, plan
-from .prep import prep_kernel
-from .prep_hopper import invert_kernel, prep_hopper_kernel
-from .vside import vside_kernel
-from .vside_hopper import vside_hopper_kernel
+from .stages import Inputs, KeyGradients, Saved, empty, kside, prep, vside
 
 
 def _rows(x: Tensor, aligned: bool) -> Tensor:
@@ -25,204 +20,48 @@ def _rows(x: Tensor, aligned: bool) -> Tensor:
     return x if ok else x.clone(memory_format=torch.contiguous_format)
 
 
-@dataclass
-class Saved:
-    """Buffers that the forward pass leaves for the backward pass, indexed by tile: Q+, K+, Kb [64, K] (one after the other
-    in memory); A, M [64, 64] (likewise);
-    Gam [K]; row scalars [8, 64] (beta, 1/|q|, 1/|k|, then three of vside.py); state at the chunk's start [V, K]; V'; and the
-    transition matrices of the segments, if the stream was cut."""
-
-    Qp: Tensor
-    Kp: Tensor
-    Kb: Tensor
-    A: Tensor
-    M: Tensor
-    gam: Tensor
-    row: Tensor
-    h: Tensor
-    vn: Tensor
-    moves: Tensor
-
-    @property
-    def tiles(self) -> tuple[Tensor, ...]:
-        return self.Qp, self.Kp, self.Kb, self.A, self.M, self.gam, self.row
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *self.tiles, self.h, self.vn, self.moves
-
-
-def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty(*shape, dtype=dtype or like.dtype, device=like.device)
-
-
 def forward(
-    p: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    z: Tensor,
-    beta: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    S0: Tensor | None,
-    final: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor | None, Saved]:
+    p: Problem, x: Inputs, S0: Tensor | None, final: bool, save: bool
+) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
     """o, the final state if wanted, and what the backward pass needs (h and V' only with save)."""
-    c, n = p.config, p.tiles
-    varlen = p.table is not None
-    some = max(n, 1)  # a descriptor of no memory is refused
-    Qp, Kp, Kb = _empty(q, 3, some, 64, p.K)
-    A, M = _empty(q, 2, some, 64, 64)
-    s = Saved(
-        Qp=Qp,
-        Kp=Kp,
-        Kb=Kb,
-        A=A,
-        M=M,
-        gam=_empty(q, n, p.K, dtype=F32),
-        row=_empty(q, n, 8, 64, dtype=F32),
-        h=_empty(q, *((some, p.V, p.K) if save else (0,))),
-        vn=_empty(q, *((some, 64, p.V) if save else (0,))),
-        moves=_empty(q, 0),
-    )
-    inputs = (q, k, z, beta, A_log, dt_bias, p.table, s.Qp, s.Kp, s.Kb, s.A)
-    sizes = (
-        s.gam,
-        s.row,
-        *strides(q),
-        *strides(k),
-        *strides(z),
-        *strides(beta),
-        p.T,
-        p.NT,
-        p.HV,
-        p.scale,
-        p.bound or 0.0,
-    )
-    gate = {"BOUNDED": p.bound is not None, "BS": c.block}
-    if c.hopper:
-        L = _empty(q, n, 3, 32, 32, dtype=torch.float16)
-        launch(prep_hopper_kernel, n, *inputs, L, *sizes, GROUP=p.HV // p.H, K=p.K, VARLEN=varlen, **gate, num_warps=4)
-        launch(invert_kernel, n, L, s.row, p.table, s.M, p.HV, VARLEN=varlen, num_warps=1)
-    else:
-        launch(prep_kernel, n, *inputs, s.M, *sizes, K=p.K, BD=c.prep_bd, **p.meta, **p.gate, num_warps=c.prep_warps)
-    o = _empty(v, p.B, p.T, p.HV, p.V)
-    ST, s.moves = state_pass(p, s.tiles, v, (o, s.h, s.vn), S0, final, save)
+    s = Saved.new(p, x.q, save)
+    o = empty(x.v, p.B, p.T, p.HV, p.V)
+    if p.slices > 1:
+        return o, slices.forward(p, x, s, o, S0, final, save), s
+    prep(p, x, s)
+    ST, s.moves = state_pass(p, s.tiles, x.v, (o, s.h, s.vn), S0, final, save)
     return o, ST, s
 
 
 def backward(
-    p: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    z: Tensor,
-    beta: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    o: Tensor,
-    s: Saved,
-    do: Tensor,
-    dST: Tensor | None,
-    want_dS0: bool,
+    p: Problem, x: Inputs, o: Tensor, s: Saved, do: Tensor, dST: Tensor | None, want_dS0: bool
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, z, beta, A_log, dt_bias and, if wanted, of the initial state."""
-    c, n = p.config, p.tiles
-    varlen = p.table is not None
-    dS = _empty(q, max(n, 1), p.V, p.K)
-    Y = _empty(q, max(n, 1), 64, p.V)
-    dS0 = reverse_pass(p, s.tiles, do, (dS, Y), s.moves, dST, want_dS0)
-
-    dv = _empty(v, p.B, p.T, p.HV, p.V)
-    db = _empty(beta, p.B, p.T, p.HV)
-    dA, dL = _empty(q, n, 3, 32, 32), _empty(q, n, 3, 32, 32)
-    P = _empty(q, n, 3, 64, p.K)
-    w = _empty(q, n, p.K, dtype=F32)
-    args = (
-        v,
-        o,
-        do,
-        p.table,
-        Y,
-        s.vn,
-        s.h,
-        dS,
-        s.gam,
-        s.row,
-        dv,
-        db,
-        dA,
-        dL,
-        P,
-        w,
-        *strides(v),
-        *strides(do),
-        p.T,
-        p.NT,
-        p.HV,
-        p.scale,
-    )
-    if c.hopper:
-        launch(vside_hopper_kernel, n, *args, VARLEN=varlen, num_warps=4)
+    n = max(p.tiles, 1)
+    dv = empty(x.v, p.B, p.T, p.HV, p.V)
+    db = empty(x.beta, p.B, p.T, p.HV)
+    dS0: Tensor | None
+    if p.slices > 1:
+        out, dS0 = slices.backward(p, x, s, o, do, dST, dv, db)
     else:
-        launch(vside_kernel, n, *args, K=p.K, V=p.V, BK=min(p.K, 128), BV=min(p.V, 128), **p.meta, num_warps=4)
-    del dS, Y
-
-    group = p.HV // p.H
-    dq, dk = (_empty(q, p.B, p.T, p.HV, p.K, dtype=q.dtype if group == 1 else F32) for _ in range(2))
-    dz = _empty(z, p.B, p.T, p.HV, p.K)
-    pA, pb = (_empty(q, p.NC, p.HV, p.K, dtype=F32) for _ in range(2))
-    kside_args = (
-        q,
-        k,
-        z,
-        A_log,
-        dt_bias,
-        p.table,
-        P,
-        w,
-        dA,
-        dL,
-        s.row,
-        dq,
-        dk,
-        dz,
-        pA,
-        pb,
-        *strides(q),
-        *strides(k),
-        *strides(z),
-        p.T,
-        p.NT,
-        p.HV,
-        p.bound or 0.0,
-    )
-    gate = {"BOUNDED": p.bound is not None, "BS": c.block}
-    if c.hopper:
-        launch(kside_hopper_kernel, n * 2, *kside_args, GROUP=group, K=p.K, VARLEN=varlen, **gate, num_warps=4)
-    else:
-        launch(
-            kside_kernel,
-            n * (p.K // c.kside_bd),
-            *kside_args,
-            K=p.K,
-            BD=c.kside_bd,
-            **p.meta,
-            **p.gate,
-            num_warps=c.kside_warps,
-        )
-    if group > 1:
-        dq = dq.view(p.B, p.T, p.H, group, p.K).sum(3).to(q.dtype)
-        dk = dk.view(p.B, p.T, p.H, group, p.K).sum(3).to(k.dtype)
-    return dq, dk, dv, dz, db, pA.sum((0, 2)).to(A_log.dtype), pb.sum(0).to(dt_bias.dtype).view_as(dt_bias), dS0
+        dS, Y = empty(x.q, n, p.V, p.K), empty(x.q, n, 64, p.V)
+        dS0 = reverse_pass(p, s.tiles, do, (dS, Y), s.moves, dST, want_dS0)
+        products = vside(p, x, o, do, s, dS, Y, dv, db)
+        del dS, Y
+        out = KeyGradients.new(p, x)
+        kside(p, x, s, products, out)
+    dq, dk = out.dq, out.dk
+    if p.HV > p.H:
+        dq, dk = (t.view(p.B, p.T, p.H, p.HV // p.H, p.K).sum(3).to(x.q.dtype) for t in (dq, dk))
+    dA_log, dt_bias = out.pA.sum((0, 2)).to(x.A_log.dtype), out.pb.sum(0).to(x.dt_bias.dtype).view_as(x.dt_bias)
+    return dq, dk, dv, out.dz, db, dA_log, dt_bias, dS0 if want_dS0 else None
 
 
 class _KDA(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, z, beta, A_log, dt_bias, S0, p: Problem, final: bool):  # type: ignore[no-untyped-def]
         save = any(ctx.needs_input_grad)
-        o, ST, s = forward(p, q, k, v, z, beta, A_log, dt_bias, S0, final, save)
+        o, ST, s = forward(p, Inputs(q, k, v, z, beta, A_log, dt_bias), S0, final, save)
         if save:
             ctx.p = p
             ctx.set_materialize_grads(False)
@@ -234,7 +73,8 @@ class _KDA(torch.autograd.Function):
         q, k, v, z, beta, A_log, dt_bias, o, *rest = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else _rows(do, ctx.p.config.hopper)
         dST = None if dST is None else dST.contiguous()
-        g = backward(ctx.p, q, k, v, z, beta, A_log, dt_bias, o, Saved(*rest), do, dST, ctx.needs_input_grad[7])
+        x = Inputs(q, k, v, z, beta, A_log, dt_bias)
+        g = backward(ctx.p, x, o, Saved(*rest), do, dST, ctx.needs_input_grad[7])
         return *g, None, None
 
 

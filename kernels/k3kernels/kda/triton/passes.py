@@ -43,14 +43,18 @@ def _leaving(p: Problem, states: Tensor, values: Tensor, rows: int) -> tuple[Any
     return panel(states, p.V * rows // 64, p.K, bv, p.K), panel(values, rows, p.V, 64, bv)
 
 
-def _state(
+def _states(p: Problem, n: int, device: torch.device) -> Tensor:
+    return torch.empty(n, p.HV, p.K, p.V, dtype=F32, device=device)
+
+
+def state_whole(
     p: Problem, tiles: tuple[Tensor, ...], v: Tensor, out: tuple[Tensor, Tensor, Tensor], doc: Tensor | None, n: int,
-    S0: Tensor | None, final: bool, save: bool,
-) -> Tensor | None:  # fmt: skip
+    S0: Tensor | None, ST: Tensor | None, save: bool,
+) -> None:  # fmt: skip
+    """One launch: fills out = (o, h, V'; the latter two with save) and ST, n final states."""
     c = p.config
-    ST = torch.empty(n, p.HV, p.K, p.V, dtype=F32, device=v.device) if final else None
     sizes = (*strides(v), p.T, p.NT, p.HV)
-    flags = {"V": p.V, "BV": c.state_bv, "HAS_S0": S0 is not None, "SAVE": save, "FINAL": final}
+    flags = {"V": p.V, "BV": c.state_bv, "HAS_S0": S0 is not None, "SAVE": save, "FINAL": ST is not None}
     programs = n * p.HV * (p.V // c.state_bv)
     flags["VARLEN"] = doc is not None
     if c.hopper:
@@ -62,17 +66,25 @@ def _state(
         args = (v, doc, *tiles, S0, *out, ST, *sizes)
         meta = {**p.meta, **flags}
         launch(state_kernel, programs, *args, K=p.K, **meta, NS=1, num_warps=c.state_warps)
+
+
+def _state(
+    p: Problem, tiles: tuple[Tensor, ...], v: Tensor, out: tuple[Tensor, Tensor, Tensor], doc: Tensor | None, n: int,
+    S0: Tensor | None, final: bool, save: bool,
+) -> Tensor | None:  # fmt: skip
+    ST = _states(p, n, v.device) if final else None
+    state_whole(p, tiles, v, out, doc, n, S0, ST, save)
     return ST
 
 
-def _reverse(
+def reverse_whole(
     p: Problem, tiles: tuple[Tensor, ...], do: Tensor, out: tuple[Tensor, Tensor], doc: Tensor | None, n: int,
-    dST: Tensor | None, want: bool,
-) -> Tensor | None:  # fmt: skip
+    dST: Tensor | None, dS0: Tensor | None,
+) -> None:  # fmt: skip
+    """One launch: fills out = (dS, Y) and dS0, gradients of n initial states."""
     c = p.config
-    dS0 = torch.empty(n, p.HV, p.K, p.V, dtype=F32, device=do.device) if want else None
     sizes = (*strides(do), p.T, p.NT, p.HV)
-    flags = {"V": p.V, "BV": c.state_bv, "HAS_DST": dST is not None, "DS0": want}
+    flags = {"V": p.V, "BV": c.state_bv, "HAS_DST": dST is not None, "DS0": dS0 is not None}
     programs = n * p.HV * (p.V // c.state_bv)
     flags["VARLEN"] = doc is not None
     if c.hopper:
@@ -83,13 +95,21 @@ def _reverse(
         args = (do, doc, *tiles, dST, *out, dS0, *sizes)
         meta = {**p.meta, **flags}
         launch(reverse_kernel, programs, *args, K=p.K, **meta, NS=1, num_warps=c.state_warps)
+
+
+def _reverse(
+    p: Problem, tiles: tuple[Tensor, ...], do: Tensor, out: tuple[Tensor, Tensor], doc: Tensor | None, n: int,
+    dST: Tensor | None, want: bool,
+) -> Tensor | None:  # fmt: skip
+    dS0 = _states(p, n, do.device) if want else None
+    reverse_whole(p, tiles, do, out, doc, n, dST, dS0)
     return dS0
 
 
-def segment_table(p: Problem, device: torch.device) -> Tensor:
-    """int32 [segments, 4] = (first chunk, chunks, first row, end row), made on the device."""
-    each = -(-p.NT // p.segments)
-    first = torch.arange(p.segments, device=device, dtype=torch.int32) * each
+def segment_table(p: Problem, n: int, device: torch.device) -> Tensor:
+    """int32 [n, 4] = (first chunk, chunks, first row, end row) of a stream cut in n, made on the device."""
+    each = -(-p.NT // n)
+    first = torch.arange(n, device=device, dtype=torch.int32) * each
     last = (first + each).clamp(max=p.NT)
     return torch.stack([first, last - first, first * 64, (last * 64).clamp(max=p.T)], 1).contiguous()
 
@@ -102,7 +122,7 @@ def state_pass(
     n = p.segments
     if n == 1:
         return _state(p, tiles, v, out, p.doc, p.N, S0, final, save), v.new_empty(0)
-    doc = segment_table(p, v.device)
+    doc = segment_table(p, n, v.device)
     zeros = v.new_zeros(1, 1, 1, p.V).expand(1, p.T, p.HV, p.V)
     eye = torch.eye(p.K, device=v.device, dtype=F32).expand(n, p.HV, p.K, p.K).contiguous()
     M = _state(p, tiles, zeros, out, doc, n, eye, True, False)
@@ -123,7 +143,7 @@ def reverse_pass(
     n = p.segments
     if n == 1:
         return _reverse(p, tiles, do, out, p.doc, p.N, dST, want)
-    doc = segment_table(p, do.device)
+    doc = segment_table(p, n, do.device)
     d = _reverse(p, tiles, do, out, doc[1:].contiguous(), n - 1, None, True)
     assert d is not None
     ends = [torch.zeros_like(d[0]) if dST is None else dST[0]]

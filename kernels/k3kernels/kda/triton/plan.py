@@ -46,6 +46,15 @@ def split_stream(chunks: int, programs: int, processors: int) -> int:
     return n if n >= 4 else 1
 
 
+SLICES = 1  # of a long stream; not run on a device yet, so off
+
+
+def slice_stream(chunks: int, programs: int, processors: int) -> int:
+    """Slices of a long stream whose serial passes leave a third of the device or more idle (slices.py)."""
+    n = min(SLICES, chunks // 64)
+    return n if n > 1 and 3 * programs <= 2 * processors else 1
+
+
 def block_size(bound: float | None, low: bool) -> int:
     """Tokens of a middle-anchored block: the largest whose factors stay in range (common.py); low: bf16 operands."""
     if bound is None:
@@ -86,6 +95,7 @@ class Problem:
     dtype: torch.dtype
     config: Config
     segments: int
+    slices: int
 
     @property
     def tiles(self) -> int:
@@ -126,5 +136,7 @@ def plan(
     c = choose(K, V, q.dtype, bound, n * HV, hopper and z.dtype == q.dtype, processors)
     scale = K**-0.5 if scale is None else scale
     single = B == 1 and cu_seqlens is None and K == V
-    segments = split_stream(nt, HV * (V // c.state_bv), processors) if single else 1
-    return Problem(B, T, H, HV, K, V, n, nt, nc, bound, scale, table, doc, q.dtype, c, segments)
+    programs = HV * (V // c.state_bv)
+    segments = split_stream(nt, programs, processors) if single else 1
+    slices = slice_stream(nt, programs, processors) if B == 1 and cu_seqlens is None and segments == 1 else 1
+    return Problem(B, T, H, HV, K, V, n, nt, nc, bound, scale, table, doc, q.dtype, c, segments, slices)
