@@ -279,6 +279,10 @@ def run_arm(
     load = results[-1].load
     if load is not None:
         found["max_vio"] = float((load.double().max(-1).values / load.double().mean(-1) - 1).mean())
+    exchange = getattr(engine.ctx, "exchange", None)
+    if exchange is not None and exchange.fullest is not None:
+        found["fullest"] = int(exchange.fullest) / exchange.share
+        found["done_again"] = sum("moe/capacity_wanted" in r.extra for r in results)
     folder = keep or Path(tempfile.mkdtemp())
     if split:
         path = folder / f"step_{name}.json"
@@ -338,6 +342,11 @@ def show(found: dict[str, Any]) -> str:
         lines.append(
             f"peak memory {found['peak_gb']:.1f} GB allocated, {found['reserved_gb']:.1f} reserved; "
             + ("not planned" if found["planned_gb"] is None else f"planned {found['planned_gb']:.1f}")
+        )
+    if "fullest" in found:
+        lines.append(
+            f"slots: the fullest of this rank's took {found['fullest']:.3f} equal shares in the last step; "
+            f"{found['done_again']} steps were done again"
         )
     if "idle" in found:
         lines += [
