@@ -170,9 +170,10 @@ class StepGraphs:
 
     def _capture(self, key: tuple[object, ...], batches: list[Batch]) -> None:
         static = Buffers(batches, self.stream.device)
+        graph = self._record(static)  # after it the device has nothing to do, so graphs may go
         while len(self.graphs) >= MOST:
             del self.graphs[next(iter(self.graphs))]
-        self.graphs[key] = (static, self._record(static))
+        self.graphs[key] = (static, graph)
 
     def _record(self, static: Buffers) -> Graph:
         """Raises EnvironmentError_ where something in the step cannot be captured."""
