@@ -43,9 +43,9 @@ def test_partial_gradient_is_summed_over_tensor_ranks(what: str) -> None:
     for name in names:
         assert float(want.gradients[name].norm()) > 1e3 * FLOOR * want.grad_norm, f"{name} has no gradient to lose"
         assert distance(got.gradients[name], want.gradients[name], want.grad_norm) <= RELATIVE, name
-    # and the sum is what makes it so
-    case = "tests.parallel.cases:train"
-    ranks = pool(2).run(case, sizes={"tensor": 2}, steps=1, sabotage=f"sum:{ending}")
+    # and the sum is what makes it so: one micro-batch shows it
+    case, small = "tests.parallel.cases:train", {"train.global_batch": 2}
+    ranks = pool(2).run(case, sizes={"tensor": 2}, overrides=small, steps=1, sabotage=f"sum:{ending}")
     with pytest.raises(AssertionError, match=f"tensor ranks disagree on .*{ending}"):
         assemble(ranks)
 
