@@ -58,6 +58,8 @@ class Source:
 
 @dataclass
 class Document:
+    """One text with the name that decides whether it is held out."""
+
     name: str
     text: str
     valid_utf8: bool = True

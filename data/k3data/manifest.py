@@ -18,6 +18,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Split:
+    """Sizes of the training or the held-out part."""
+
     documents: int
     tokens: int  # with one end-of-document token a document
     text_bytes: int  # UTF-8 bytes of the documents

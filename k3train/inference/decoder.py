@@ -143,6 +143,7 @@ class Step:
         raise ConfigError(f"no cached form of {type(module).__name__}; generate with model.mixer=kda")
 
     def attend_kda(self, layer: KDA, x: torch.Tensor) -> torch.Tensor:
+        """KDA over this step's rows x [rows, d] -> [rows, d]; the cached fp32 states and convolution tails move on."""
         kept = self.cache.layers[layer.layer]
         assert isinstance(kept, KDACache)
         joined = getattr(layer, "joined", None) if self.one_each else None
@@ -187,6 +188,7 @@ class Step:
         return layer.o_proj(out.reshape(x.shape[0], -1))
 
     def attend_mla(self, layer: GatedMLA, x: torch.Tensor) -> torch.Tensor:
+        """Gated MLA of rows x [rows, d] over the cached latents, which these rows' own join first -> [rows, d]."""
         kept = self.cache.layers[layer.layer]
         assert isinstance(kept, LatentCache)
         mla = layer.ctx.model.mla

@@ -85,6 +85,11 @@ class Router(nn.Module):
         self, experts: torch.Tensor, logits: torch.Tensor, cut: torch.Tensor, cut_expert: torch.Tensor,
         stream: PackedStream,
     ) -> None:  # fmt: skip
+        """Add a micro-batch to `load` and to the balancing histogram.
+
+        experts int [T, k]; logits fp32 [T, E]; cut [T] and cut_expert [T]: the best score that was not selected, bias
+        included, and whose it was.
+        """
         moe, valid = self.ctx.model.moe, self.valid(stream)
         if self.load is None:
             self.load = torch.zeros(moe.experts, dtype=torch.int64, device=experts.device)

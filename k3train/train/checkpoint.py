@@ -26,6 +26,8 @@ WRITING = ".writing-"
 
 @dataclass(frozen=True)
 class Found:
+    """A checkpoint whose manifest is there; its checksums are not verified yet."""
+
     step: int
     path: Path
 

@@ -68,6 +68,7 @@ class Trainer:
         return self.state.step >= self.config.train.steps
 
     def train(self) -> RunState:
+        """Steps until all are done or the ranks agree to stop; callbacks are closed however it ends."""
         try:
             for callback in self.callbacks:
                 callback.on_start(self)

@@ -171,6 +171,7 @@ class PerHeadMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient; data-parallel ranks share the work of equal matrices."""
         for group in self.param_groups:
             matrices = [self._matrix(p) for p in group["params"] if p.grad is not None]
             kinds = [([m for m in matrices if not m.spec.expert], self.layout.dp_cp)]

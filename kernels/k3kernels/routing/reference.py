@@ -9,6 +9,8 @@ from torch import Tensor
 def route(
     logits: Tensor, bias: Tensor, top_k: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits [T, E], bias fp32 [E] -> weights [T, k], experts int64 [T, k], the first refused score with its bias [T],
+    and whose it was [T]. Experts are chosen by sigmoid score plus bias and weighted by score alone."""
     scores = torch.sigmoid(logits)
     with torch.no_grad():
         top = torch.topk(scores + bias, top_k + 1, dim=-1)
@@ -36,6 +38,7 @@ def required_bias(scores: Tensor, bias: Tensor, cut: Tensor, cut_expert: Tensor)
 
 
 def histogram(logits: Tensor, bias: Tensor, cut: Tensor, cut_expert: Tensor, bins: int, valid: Tensor | None) -> Tensor:
+    """Counts int64 [E, bins] of the bias that each valid token would need to select each expert (report appendix D)."""
     r = required_bias(torch.sigmoid(logits), bias, cut, cut_expert)
     b = bias.double()
     low, high = b.min() - 1.0, b.max() + 1.0
