@@ -296,8 +296,8 @@ class MegatronEngine:
         without a pipeline, a micro-batch at a time."""
         assert self.graphs is not None
         context = self.graphs.eager() if self.ctx.probe is not None else nullcontext()
-        parallel, sizes = self.config.parallel, self.layout.sizes
-        if sizes.data > 1 and (sizes.expert > 1 or parallel.overlap_grad_reduce):
+        sizes = self.layout.sizes
+        if sizes.data > 1 and (sizes.expert > 1 or self.whole):  # ranks with other documents meet inside a graph
             batches = iter(agreed([next(batches) for _ in range(micro_batches)], self.device))
         with context:
             if self.whole:
