@@ -7,25 +7,15 @@ from typing import Any
 
 import torch
 
-from tests.parallel.tiny import SEED, batches, make_engine
+from tests.engine.resuming import steps, straight_and_resumed
+from tests.parallel.tiny import make_engine
 
 BF16 = {"train.precision": "bf16"}
 
 
-def steps(engine: Any, numbers: range) -> list[tuple[float, float]]:
-    micro = engine.micro_batches(engine.config.train.global_batch)
-    results = [engine.step(batches(engine.config, engine.layout, n, SEED), 1e-3, micro) for n in numbers]
-    return [(r.loss, r.grad_norm) for r in results]
-
-
 def test_resuming_a_bf16_model_goes_on_bit_for_bit(one_rank: Any, tmp_path: Path) -> None:
-    straight = steps(make_engine({}, BF16), range(4))
-    first = make_engine({}, BF16)
-    before = steps(first, range(2))
-    first.save(tmp_path, {"step": 2})
-    second = make_engine({}, BF16)
-    assert second.load(tmp_path) == {"step": 2}
-    assert before + steps(second, range(2, 4)) == straight
+    straight, resumed = straight_and_resumed(BF16, tmp_path)
+    assert resumed == straight
 
 
 def test_the_fp32_parameters_stay_fp32_and_move(one_rank: Any) -> None:

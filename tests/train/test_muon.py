@@ -12,7 +12,7 @@ from k3train.config.schema import MuonConfig
 from k3train.model.parameters import ParameterSpec
 from k3train.train import optimizer
 from k3train.train.optimizer import PerHeadMuon, blocks, is_muon, orthogonalise_, scale_of
-from tests.parallel.tiny import SEED, batches, make_engine
+from tests.engine.resuming import straight_and_resumed
 
 FP32 = MuonConfig(ns_dtype="fp32")
 MUON = {"optim.name": "muon", "optim.muon.ns_dtype": "fp32"}
@@ -256,17 +256,5 @@ def test_which_parameters_are_muons(name: str, spec: ParameterSpec, muon: MuonCo
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_checkpoint_goes_on_bit_for_bit(one_rank: Any, tmp_path: Path, precision: str) -> None:
-    settings = {**MUON, "train.precision": precision}
-
-    def steps(engine: Any, numbers: range) -> list[tuple[float, float]]:
-        micro = engine.micro_batches(engine.config.train.global_batch)
-        results = [engine.step(batches(engine.config, engine.layout, n, SEED), 1e-3, micro) for n in numbers]
-        return [(r.loss, r.grad_norm) for r in results]
-
-    straight = steps(make_engine({}, settings), range(4))
-    first = make_engine({}, settings)
-    before = steps(first, range(2))
-    first.save(tmp_path, {"step": 2})
-    second = make_engine({}, settings)
-    second.load(tmp_path)
-    assert before + steps(second, range(2, 4)) == straight
+    straight, resumed = straight_and_resumed({**MUON, "train.precision": precision}, tmp_path)
+    assert resumed == straight

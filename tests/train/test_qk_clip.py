@@ -11,6 +11,7 @@ import torch
 from k3train.engine.megatron import MegatronEngine
 from k3train.engine.plain_state import masters
 from k3train.train.qk_clip import attentions, stepped_parameters
+from tests.engine.resuming import straight_and_resumed
 from tests.parallel.tiny import SEED, batches, make_engine
 
 TAU = 0.45
@@ -115,17 +116,6 @@ def test_recomputation_sees_each_logit_once(one_rank: Any, recompute: str) -> No
 
 @pytest.mark.parametrize("kind", ["adamw, state shared out, bf16", "muon, bf16"])
 def test_a_checkpoint_goes_on_bit_for_bit(one_rank: Any, tmp_path: Path, kind: str) -> None:
-    settings = {"optim.qk_clip": TAU, "train.global_batch": 2, **KINDS[kind]}
-
-    def steps(engine: MegatronEngine, numbers: range) -> list[Any]:
-        results = [step(engine, n, lr=1e-3) for n in numbers]
-        return [(r.loss, r.grad_norm, r.extra) for r in results]
-
-    straight = steps(make_engine({}, settings), range(4))
-    first = make_engine({}, settings)
-    before = steps(first, range(2))
-    first.save(tmp_path, {"step": 2})
-    second = make_engine({}, settings)
-    second.load(tmp_path)
-    assert before + steps(second, range(2, 4)) == straight
+    straight, resumed = straight_and_resumed({"optim.qk_clip": TAU, **KINDS[kind]}, tmp_path)
+    assert resumed == straight
     assert sum(extra["train/qk_clipped_heads"] for _, _, extra in straight) > 0
