@@ -211,7 +211,9 @@ def parse_flags(parser: argparse.ArgumentParser, name: str, rest: list[str]) -> 
     """Hydra's own flags among the words. Raises ConfigError for a flag that neither of us has."""
 
     def complain(message: str) -> None:
-        hint = "keys are typed as section.key=value, without dashes" if "unrecognized" in message else "see --hydra-help"
+        hint = (
+            "keys are typed as section.key=value, without dashes" if "unrecognized" in message else "see --hydra-help"
+        )
         raise ConfigError(f"{message}; {hint}; `{PROGRAM} {name} --help` lists them")
 
     parser.error = complain  # type: ignore[assignment, method-assign]

@@ -234,7 +234,5 @@ class Step:
         w_k, w_v = weight.split([mla.nope_dim, mla.v_dim], dim=1)
         q_nope, q_shared = q.split([mla.nope_dim, mla.shared_dim], dim=-1)
         absorbed = torch.cat([torch.einsum("bhn,hnc->bhc", q_nope, w_k), q_shared], dim=-1)
-        mixed = latent_attention(
-            absorbed, kept.latents, self.attended, values=mla.kv_lora_rank, scale=layer.scale
-        )
+        mixed = latent_attention(absorbed, kept.latents, self.attended, values=mla.kv_lora_rank, scale=layer.scale)
         return torch.einsum("bhc,hvc->bhv", mixed, w_v)

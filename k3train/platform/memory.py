@@ -19,5 +19,8 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    taken = [mallopt(*setting) for setting in ((_MMAP_THRESHOLD, _MMAP_MOST), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 1 << 26))]
+    taken = [
+        mallopt(*setting)
+        for setting in ((_MMAP_THRESHOLD, _MMAP_MOST), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 1 << 26))
+    ]
     return all(taken)

@@ -74,7 +74,9 @@ def open_run(path: Path, say: Callable[[str], None] = print) -> Opened:
     from k3train.train import checkpoint as disk
 
     if not path.is_dir():
-        raise WeightsError(f"{path} is neither a run folder, nor a checkpoint, nor a Hugging Face folder; {_there(path)}")
+        raise WeightsError(
+            f"{path} is neither a run folder, nor a checkpoint, nor a Hugging Face folder; {_there(path)}"
+        )
     origin = disk.locate(path, say)
     run = next((folder for folder in (path, *origin.parents) if (folder / "config.yaml").is_file()), None)
     if run is None:

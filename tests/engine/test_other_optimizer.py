@@ -13,7 +13,9 @@ from tests.parallel.tiny import SEED, batches, make_engine
 
 def test_state_of_another_kind_of_optimizer_is_refused_by_name(one_rank: Any, tmp_path: Path) -> None:
     engine = make_engine({})
-    engine.step(batches(engine.config, engine.layout, 0, SEED), 1e-3, engine.micro_batches(engine.config.train.global_batch))
+    engine.step(
+        batches(engine.config, engine.layout, 0, SEED), 1e-3, engine.micro_batches(engine.config.train.global_batch)
+    )
     engine.save(tmp_path, {"step": 1})
     other = make_engine({"distributed_optimizer": False})
     with pytest.raises(CheckpointError, match="parallel.distributed_optimizer"):

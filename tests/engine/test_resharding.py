@@ -64,5 +64,7 @@ def test_moments_matter(tmp_path: Path) -> None:
     case = "tests.engine.reshard_cases:continue_run"
     pool(1).run(case, sizes={}, load=None, save=str(tmp_path / "saved"), step=0)
     want = one_process(steps=len(CHAIN))
-    ranks = pool(2).run(case, sizes={"data": 2}, load=str(tmp_path / "saved"), save=None, step=1, steps=2, optimizer=False)
+    ranks = pool(2).run(
+        case, sizes={"data": 2}, load=str(tmp_path / "saved"), save=None, step=1, steps=2, optimizer=False
+    )
     assert differences(assemble(ranks), want[1:3])

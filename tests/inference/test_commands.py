@@ -50,7 +50,9 @@ def test_generate_continues_the_prompt(run: list[str]) -> None:
 def test_generate_takes_a_file_of_prompts(run: list[str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f\n\nclass G(\n")
-    out = k3train("generate", *run, f"generate.prompts_file={prompts}", "generate.max_tokens=3", "generate.temperature=1.0")
+    out = k3train(
+        "generate", *run, f"generate.prompts_file={prompts}", "generate.max_tokens=3", "generate.temperature=1.0"
+    )
     assert out.count("-" * 40) == 2 and "def f" in out and "class G(" in out
 
 

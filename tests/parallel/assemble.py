@@ -61,7 +61,9 @@ def assemble(ranks: list[list[RankSeen]]) -> list[Seen]:
 def _step(ranks: list[RankSeen]) -> Seen:
     first = ranks[0]
     for other in ranks:
-        assert (other.loss, other.tokens, other.grad_norm) == (first.loss, first.tokens, first.grad_norm), "ranks disagree"
+        assert (other.loss, other.tokens, other.grad_norm) == (first.loss, first.tokens, first.grad_norm), (
+            "ranks disagree"
+        )
         assert other.extra == first.extra, "ranks disagree on a metric"
         assert other.load is None or np.array_equal(other.load, first.load), "ranks disagree on the load"
     table: dict[int, dict[int, np.ndarray]] = {}

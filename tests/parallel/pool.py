@@ -115,7 +115,9 @@ class Pool:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(theirs, rank, self.world, str(self.folder), self.generation, os.getpid()), daemon=True
+                target=serve,
+                args=(theirs, rank, self.world, str(self.folder), self.generation, os.getpid()),
+                daemon=True,
             )
             process.start()
             theirs.close()

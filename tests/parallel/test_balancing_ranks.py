@@ -33,7 +33,9 @@ def test_biases_are_bit_identical_over_data_parallel_sizes_and_micro_batches(bal
             assert np.array_equal(seen["load"], want["load"]) and np.array_equal(seen["bias"], want["bias"])
 
 
-@pytest.mark.parametrize("world,sizes", [(1, {}), (2, {"tensor": 2}), (2, {"data": 2})], ids=["one process", "TP2", "DP2"])
+@pytest.mark.parametrize(
+    "world,sizes", [(1, {}), (2, {"tensor": 2}), (2, {"data": 2})], ids=["one process", "TP2", "DP2"]
+)
 def test_padding_is_not_counted_by_a_training_step(world: int, sizes: dict[str, int]) -> None:
     """A quarter of each micro-batch is marked as padding; load and counts hold the rest, on every layout alike."""
     (want,) = pool(1).run("tests.parallel.balancing_cases:step_with_padding", sizes={})

@@ -16,7 +16,6 @@ def random_bounds(seed: int, total: int) -> list[int]:
     return sorted([0, total, *[rng.randint(0, total) for _ in range(rng.randint(0, total))]])
 
 
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(20))
 def test_slices_agree_with_a_token_by_token_count(size: int, seed: int) -> None:

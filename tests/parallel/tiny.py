@@ -128,4 +128,3 @@ def make_engine(sizes: dict[str, Any], overrides: dict[str, Any] | None = None, 
     engine = MegatronEngine(config, layout, torch.device("cpu"))
     perturb(engine, seed)
     return engine
-

@@ -147,7 +147,9 @@ def backward_kernel(
     e1, e2, e3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
     dw_0, dw_1 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
     dw_2, dw_3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
-    for i in tl.range(0, BT + 3, loop_unroll_factor=UNROLL):  # three rows past the block complete its last rows' gradients
+    for i in tl.range(
+        0, BT + 3, loop_unroll_factor=UNROLL
+    ):  # three rows past the block complete its last rows' gradients
         t = first + i
         live = t < T
         start = 0
