@@ -104,12 +104,12 @@ def sequence_parallel(config: Config) -> bool:
 
 
 def stage_layers(config: Config) -> list[int] | None:
-    """Layers of each of the pipeline*virtual stages from parallel.pipeline_layout, or None where it is left out.
+    """Layers of each of the pipeline*virtual stages from parallel.pipeline_layout, or None where it names none.
 
     Stages are in the model's order; stage s runs on pipeline rank s % pipeline as its chunk s // pipeline.
     """
     text = config.parallel.pipeline_layout
-    if text is None:
+    if text is None or text == "even":
         return None
     pattern, stages = layers(config), config.parallel.pipeline * config.parallel.virtual
     parts = ["".join(part.split()) for part in text.split("|")]

@@ -119,7 +119,7 @@ class ParallelConfig:
     overlap_experts: bool = False  # shared experts are computed while tokens travel (sized and slots)
     world: int | None = None  # ranks in all; null: what the launcher gives, else the smallest that fits
     data: int | None = None  # data-parallel size; null: world / (tensor * pipeline * context)
-    pipeline_layout: str | None = None  # "E K K K|F ...": stages split by |; null: balanced by cost
+    pipeline_layout: str | None = None  # "E K K K|F ...": stages split by |; even: by paired cost; null: by cost
     transport: str = "cached"  # cached | padded: what crosses a pipeline border with attention residuals
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False

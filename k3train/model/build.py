@@ -71,7 +71,7 @@ def megatron_config(model: ModelConfig, sizes: Sizes, dtype: torch.dtype, *, on_
 def stage_ranges(model: ModelConfig, sizes: Sizes, layout: str | None) -> list[tuple[int, int]]:
     """Layers [first, last) of every stage, in the order data flows: as `layout` says, else balanced by cost."""
     costs = layer_costs(model)
-    return split_layers(len(costs), sizes.pipeline * sizes.virtual, layout, costs)
+    return split_layers(len(costs), sizes.pipeline * sizes.virtual, layout, costs, pipeline=sizes.pipeline)
 
 
 def chunks_of_rank(model: ModelConfig, sizes: Sizes, rank: int, layout: str | None) -> list[Chunk]:

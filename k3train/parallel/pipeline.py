@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import inf
 
 from k3train.errors import LayoutError
 
@@ -18,22 +21,29 @@ class Chunk:
     heads: bool
 
 
+EVEN = "even"
+"""The layout that pairs chunks by cost."""
+
+
 def split_layers(
-    layers: int, chunks: int, layout: str | None = None, costs: list[float] | None = None
+    layers: int, chunks: int, layout: str | None = None, costs: list[float] | None = None, *, pipeline: int = 1
 ) -> list[tuple[int, int]]:
     """Layer ranges of `chunks` stages in the order data flows.
 
     layout: "E K K K|F K|..." gives each stage's letters (E the embedding, L the head; both optional and only first
-    and last). Without it the ranges minimise the largest stage cost (costs[i] of layer i; equal when None).
+    and last). Without it the ranges minimise the largest stage cost (costs[i] of layer i; equal when None). "even": they
+    minimise the time of a step of `pipeline` ranks, which run their chunks of one number at the same time: the sum over
+    these numbers of the costliest rank's chunk, and then the largest stage.
     Raises LayoutError when they do not fit.
     """
-    if layout is not None:
+    if layout is not None and layout != EVEN:
         return _parse_layout(layers, chunks, layout)
     if layers < chunks:
         raise LayoutError(
             f"{layers} layers cannot fill {chunks} pipeline stages; lower parallel.pipeline or parallel.virtual"
         )
-    return _balance(costs or [1.0] * layers, chunks)
+    costs = costs or [1.0] * layers
+    return _even(tuple(costs), pipeline, chunks // pipeline) if layout == EVEN else _balance(costs, chunks)
 
 
 def _parse_layout(layers: int, chunks: int, layout: str) -> list[tuple[int, int]]:
@@ -82,3 +92,47 @@ def _balance(costs: list[float], chunks: int) -> list[tuple[int, int]]:
         ranges.append((cut[part][end], end))
         end = cut[part][end]
     return ranges[::-1]
+
+
+@lru_cache(maxsize=32)
+def _slowest(costs: tuple[float, ...], parts: int) -> list[list[float]]:
+    """[i][j]: the largest sum of the best split of the layers [i, j) into `parts`; infinite where they are too few."""
+    n = len(costs)
+    prefix = [0.0, *accumulate(costs)]
+    best = [[prefix[j] - prefix[i] if j > i else inf for j in range(n + 1)] for i in range(n)]
+    for _ in range(parts - 1):
+        after = [[inf] * (n + 1) for _ in range(n)]
+        for i in range(n):
+            cut = i  # moves on with j: the first part grows with its end, the last one shrinks
+            for j in range(i + 1, n + 1):
+                while cut + 1 < j and max(best[i][cut + 1], prefix[j] - prefix[cut + 1]) <= max(
+                    best[i][cut], prefix[j] - prefix[cut]
+                ):
+                    cut += 1
+                after[i][j] = max(best[i][cut], prefix[j] - prefix[cut])
+        best = after
+    return best
+
+
+@lru_cache(maxsize=32)
+def _even(costs: tuple[float, ...], ranks: int, rounds: int) -> list[tuple[int, int]]:
+    """Ranges of ranks * rounds stages that minimise the sum over rounds of the slowest of `ranks` stages in a row."""
+    n, slowest = len(costs), _slowest(costs, ranks)
+    best = [(0.0, 0.0)] + [(inf, inf)] * n
+    ends: list[list[int]] = []
+    for _ in range(rounds):
+        after, start = [(inf, inf)] * (n + 1), [0] * (n + 1)
+        for j in range(1, n + 1):
+            for i in range(j):
+                found = best[i][0] + slowest[i][j], max(best[i][1], slowest[i][j])
+                if found < after[j]:
+                    after[j], start[j] = found, i
+        best = after
+        ends.append(start)
+    ranges: list[tuple[int, int]] = []
+    last = n
+    for start in reversed(ends):
+        first = start[last]
+        ranges = [(first + a, first + b) for a, b in _balance(list(costs[first:last]), ranks)] + ranges
+        last = first
+    return ranges

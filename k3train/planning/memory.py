@@ -75,7 +75,7 @@ def layers_of_rank(config: Config, rank: int) -> list[int]:
     """Global indices of the layers on pipeline stage `rank`, all its virtual stages together, as the engine cuts them."""
     p, m = config.parallel, config.model
     costs = parameters.layer_costs(m)
-    ranges = split_layers(len(costs), p.pipeline * p.virtual, p.pipeline_layout, costs)
+    ranges = split_layers(len(costs), p.pipeline * p.virtual, p.pipeline_layout, costs, pipeline=p.pipeline)
     return [i for v in range(p.virtual) for i in range(*ranges[v * p.pipeline + rank])]
 
 

@@ -38,6 +38,15 @@ def test_a_step_on_fixed_buffers_is_the_step_to_the_last_bit(sizes: dict[str, An
         assert seen["replays"] >= (1 if sizes in SCHEDULES.values() else 4)
 
 
+@pytest.mark.ops
+def test_ranks_with_other_documents_agree_on_the_shapes_of_a_graph_that_they_meet_in() -> None:
+    """Two pipelines of two stages."""
+    sizes = {"pipeline": 2, "data": 2}
+    for seen in pool(4).run(f"{CASES}:rehearse", sizes=sizes, overrides={}):
+        assert seen["results"] == seen["plain"]
+        assert seen["graphs"] == seen["replays"] == 1
+
+
 @pytest.mark.parametrize(
     ("sizes", "overrides", "allowed"),
     [

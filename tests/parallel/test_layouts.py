@@ -29,6 +29,7 @@ LAYOUTS: list[Case] = [
     (2, {"pipeline": 2, "virtual": 2, **PADDED}, {}),
     (2, {"pipeline": 2, "virtual": 4}, {}),
     (2, {"pipeline": 2, "virtual": 2, "pipeline_layout": "E K|K K F K K|K|F F L"}, {}),  # borders inside blocks
+    (2, {"pipeline": 2, "virtual": 3, "pipeline_layout": "even"}, {}),
     (2, {"pipeline": 2, "virtual": 2}, {"model.attention_residuals": "full"}),
     (2, {"pipeline": 2, "virtual": 2}, {"model.attention_residuals": "off"}),
     (2, {"expert": 2}, {}),

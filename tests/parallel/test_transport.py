@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -88,7 +89,9 @@ def test_an_unknown_transport_is_refused_by_name() -> None:
           [(2, 2, 4, "cached"), (2, 2, 1, "padded"), (2, 2, 2, "padded"), (4, 4, 2, "padded")]),
     ],
 )  # fmt: skip
-def test_bytes_of_every_transfer_follow_the_closed_form(world: int, pipeline: int, virtual: int, transport: str) -> None:
+def test_bytes_of_every_transfer_follow_the_closed_form(
+    world: int, pipeline: int, virtual: int, transport: str
+) -> None:
     sizes = {"pipeline": pipeline, "virtual": virtual, "transport": transport}
     ranks = pool(world).run("tests.parallel.transport_cases:one_step", sizes=sizes)
     t = stage_borders(tiny_model(), Sizes(world, pipeline=pipeline, virtual=virtual), None, transport)
@@ -143,6 +146,26 @@ def test_layers_are_split_by_their_cost() -> None:
     loads = [sum(costs[first:last]) for first, last in ranges]
     assert ranges[-1][1] - ranges[-1][0] < 3 and max(loads) < max(sum(costs[i : i + 3]) for i in (0, 3, 6))
     assert split_layers(9, 3, "E K K K|F K K|K F F L", costs) == [(0, 3), (3, 6), (6, 9)]
+
+
+@pytest.mark.parametrize(("layers", "pipeline", "virtual"), [(7, 2, 2), (8, 2, 3), (8, 3, 2), (9, 4, 2), (6, 2, 1)])
+def test_even_stages_minimise_the_time_of_ranks_that_run_one_chunk_each_at_once(
+    layers: int, pipeline: int, virtual: int
+) -> None:
+    """Against every split there is, of costs that differ."""
+    costs = [float((7 * i * i) % 11 + 1) for i in range(layers)]
+    stages = pipeline * virtual
+
+    def time(ranges: list[tuple[int, int]]) -> float:
+        loads = [sum(costs[a:b]) for a, b in ranges]
+        return sum(max(loads[v * pipeline : (v + 1) * pipeline]) for v in range(virtual))
+
+    every = [[0, *cuts, layers] for cuts in itertools.combinations(range(1, layers), stages - 1)]
+    fastest = min(time(list(zip(ends, ends[1:]))) for ends in every)
+    ranges = split_layers(layers, stages, "even", costs, pipeline=pipeline)
+    assert [a for a, _ in ranges] + [layers] == [0] + [b for _, b in ranges]
+    assert all(a < b for a, b in ranges)
+    assert time(ranges) == fastest
 
 
 def test_costs_add_up_to_the_weights_that_a_token_passes_through() -> None:
