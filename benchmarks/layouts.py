@@ -56,7 +56,7 @@ STEPS, TIMED = 4, 3  # captured: launched from Python, captured, replayed twice
 SEQUENCE, GLOBAL = 2048, 4
 FLOOR = {"losses": 2e-3, "grad_norms": 5e-3}
 """Differences that say nothing in bf16: of a loss, and of a gradient norm (relative)."""
-HANG = 240.0  # seconds until ranks that hang show where they stand, and end
+HANG = 180.0  # seconds until ranks that hang show where they stand, and end
 
 
 def make_config(parallel: dict[str, Any], hidden: int, sequence: int) -> Any:
