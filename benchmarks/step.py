@@ -319,6 +319,8 @@ def release(engine: Any) -> None:
     import torch
 
     if engine is not None:
+        if getattr(engine, "graphs", None) is not None:
+            engine.graphs.close()  # communicators of another layout wait for graphs that hold their operations
         for model in engine.ddp:
             model.grad_accs.clear()
         engine.ctx.megatron.finalize_model_grads_func = None
