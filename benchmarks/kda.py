@@ -4,7 +4,9 @@
     pip install fla-core==0.6.0 && python benchmarks/kda.py --json kda.json
 
 Providers: `ours` (bound -5), `ours softplus` (unbounded gate), `ours 4 slices` and the like (a long stream's serial passes
-beside its chunk-parallel kernels; only when named: slices.py), `fla` (chunk_kda with safe_gate and lower_bound -5,
+beside its chunk-parallel kernels; only when named: slices.py), `ours direct` (launches without Triton's
+binding of arguments; only when named, alone),
+`fla` (chunk_kda with safe_gate and lower_bound -5,
 its tensor-core path), `gdn` (fla's gated delta rule: scalar decay, less work). Protocol: all providers are warmed up
 and autotuned, then timed in rounds whose order alternates, with CUDA events and a flushed L2
 (triton.testing.do_bench); the number is the median of the rounds' medians. `fwd` is the training forward, `f+b` adds
@@ -37,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from device_time import device_ms, host_ms, kernel_ms, median
 
 from k3kernels.kda import kda
-from k3kernels.kda.triton import plan
+from k3kernels.kda.triton import launch, plan
 
 DOCUMENTS = [1300, 547, 2048, 963, 271, 3063, 1, 15, 64, 130, 4096, 3886]
 SHAPES = {
@@ -106,7 +108,14 @@ def providers() -> dict[str, Callable[[dict[str, Tensor], Tensor | None], tuple[
 
         return call
 
+    def direct(x: dict[str, Tensor], cu: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        launch.DIRECT = (
+            True  # stays on: the backward pass launches later, so time this provider in a process of its own
+        )
+        return ours(-5.0)(x, cu)
+
     found = {"ours": ours(-5.0), "ours softplus": ours(None)}
+    found["ours direct"] = direct
     found |= {f"ours {n} slices": sliced(n) for n in (2, 4, 8)}
     try:
         from fla.ops.kda import chunk_kda

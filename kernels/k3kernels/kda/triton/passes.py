@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .launch import launch
 from .plan import Problem
 from .reverse import reverse_kernel
 from .state import state_kernel
 from .state_hopper import panel, reverse_hopper_kernel, state_hopper_kernel
 
 F32 = torch.float32
-
-
-def launch(kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
-    """One launch; nothing to do for an empty grid."""
-    if programs > 0:
-        kernel[(programs,)](*args, **meta)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .kside import kside_kernel
 from .kside_hopper import kside_hopper_kernel
-from .passes import F32, launch, strides
+from .launch import launch
+from .passes import F32, strides
 from .plan import Problem
 from .prep import prep_kernel
 from .prep_hopper import invert_kernel, prep_hopper_kernel
