@@ -198,9 +198,8 @@ def test_micro_batches_of_a_step() -> None:
     ("overrides", "message"),
     [
         (["optim=muon", "parallel.data=2", "parallel.overlap_param_gather=true"], "overlap_param_gather=false"),
-        (["model.mixer=linear", "parallel.context=2"], "type parallel.context=1"),
     ],
-    ids=["Muon has no parameter gather to overlap", "context parallelism is KDA's"],
+    ids=["Muon has no parameter gather to overlap"],
 )
 def test_combinations_that_are_not_built_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
