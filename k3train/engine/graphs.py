@@ -86,12 +86,22 @@ def agreed(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
     return same
 
 
+def apart(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Tensors [n] of one shape as the rows of [M, n] on a device, each row at a multiple of 16 bytes as a tensor of its own
+    would be: Triton compiles another kernel for addresses that are not, and a capture is no time for that."""
+    rows = torch.stack(list(tensors))
+    unit = max(1, 16 // rows.element_size())
+    room = torch.zeros(len(tensors), -(-rows.shape[1] // unit) * unit, dtype=rows.dtype, device=device)
+    room[:, : rows.shape[1]] = rows.to(device)
+    return room[:, : rows.shape[1]]
+
+
 class Buffers:
     """Fixed tensors on a device that hold the micro-batches of a graph, one stacked tensor a name."""
 
     def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
         """batches: `aligned`."""
-        self.stacked = {name: torch.stack([b[name] for b in batches]).to(device) for name in batches[0]}
+        self.stacked = {name: apart([b[name] for b in batches], device) for name in batches[0]}
         self.batches: list[Batch] = [
             {name: tensor[m] for name, tensor in self.stacked.items()} for m in range(len(batches))
         ]

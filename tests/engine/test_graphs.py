@@ -49,6 +49,7 @@ def test_micro_batches_of_one_graph_have_one_room_for_documents_and_all_say_what
 def test_buffers_are_filled_in_place() -> None:
     first, second = aligned([stream(3), stream(8)]), aligned([stream(5), stream(2)])
     buffers = Buffers(first, torch.device("cpu"))
+    assert {t.data_ptr() % 16 for b in buffers.batches for t in b.values()} == {0}  # as tensors of their own have it
     held = [{name: (tensor, tensor.data_ptr()) for name, tensor in batch.items()} for batch in buffers.batches]
     for batches in (first, second):
         buffers.fill(batches)
