@@ -157,18 +157,31 @@ def test_fp8_trains_like_bf16(one_rank: Any, bf16_losses: list[float], recipe: s
     ends = [sum(x[-6:]) / 6 for x in (bf16_losses, fp8)]
     print(recipe, graphs, f"start {bf16_losses[0]:.3f} {fp8[0]:.3f}, end {ends[0]:.4f} {ends[1]:.4f}")
     assert ends[0] < bf16_losses[0] - 1.0, "bf16 has learnt"
-    assert abs(ends[0] - ends[1]) < 0.15, "the loss falls by 0.15 a step here"
+    assert abs(ends[0] - ends[1]) < 0.05
     assert fp8 != bf16_losses
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_fp8_experts_train_beside_bf16(one_rank: Any, bf16_losses: list[float], recompute: str) -> None:
-    """Every part in FP8 that can be: grouped products with sizes from the host, so few steps."""
-    engine = engine_of(one_rank, precision="fp8_block", recompute=recompute, bf16_parts=list(ALL_FP8))
-    fp8 = train(engine, range(4))
-    print(recompute, fp8, bf16_losses[:4])
-    assert max(abs(a - b) for a, b in zip(fp8, bf16_losses)) < 0.03
-    assert fp8 != bf16_losses[:4]
+def all_fp8(layout: Any, recompute: str) -> list[float]:
+    """Losses of four steps with every part in FP8 that can be: grouped products read sizes on the host, so few steps."""
+    return train(engine_of(layout, precision="fp8_block", recompute=recompute, bf16_parts=list(ALL_FP8)), range(4))
+
+
+@pytest.fixture(scope="module")
+def all_fp8_losses(one_rank: Any) -> list[float]:
+    return all_fp8(one_rank, "none")
+
+
+def test_fp8_experts_train_beside_bf16(all_fp8_losses: list[float], bf16_losses: list[float]) -> None:
+    print(all_fp8_losses, bf16_losses[:4])
+    assert max(abs(a - b) for a, b in zip(all_fp8_losses, bf16_losses)) < 0.03
+    assert all_fp8_losses != bf16_losses[:4]
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_fp8_with_recomputation(one_rank: Any, all_fp8_losses: list[float], recompute: str) -> None:
+    losses = all_fp8(one_rank, recompute)
+    print(recompute, losses, all_fp8_losses)
+    assert max(abs(a - b) for a, b in zip(losses, all_fp8_losses)) < 1e-3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block", "fp8_current"])
@@ -177,7 +190,7 @@ def test_a_captured_micro_batch_is_the_eager_one(one_rank: Any, precision: str) 
         train(engine_of(one_rank, precision=precision, cuda_graphs=graphs), range(5)) for graphs in ("none", "step")
     ]
     print(precision, runs)
-    assert max(abs(a - b) for a, b in zip(*runs)) < 1e-2
+    assert max(abs(a - b) for a, b in zip(*runs)) < 5e-3
 
 
 @pytest.mark.parametrize("graphs", ["none", "step"], ids=["eager", "captured"])
