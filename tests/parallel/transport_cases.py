@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from k3train.engine import gradients
@@ -30,22 +31,23 @@ def one_step(sizes: dict[str, Any]) -> dict[str, Any]:
     return {"sent": engine.transport.sent, "finished": engine.transport.finished(), "micro_batches": micro}
 
 
-def kept_leaves(sizes: dict[str, Any], overrides: dict[str, Any]) -> dict[str, int]:
-    engine = make_engine(sizes, overrides)
+def _watch_sends(
+    engine: MegatronEngine, pick: Callable[[StageLink, Any], list[Any]], alive: Callable[[Any], bool]
+) -> dict[str, int]:
+    """One step: of the tensors that `pick` takes at each send, the most that are alive at any send, and after the step."""
     made: list[weakref.ref[Any]] = []
     most = 0
     real = StageLink.send
 
-    def alive() -> int:
-        leaves = [r() for r in made]
-        return sum(t is not None and t.numel() > 0 for t in leaves)
+    def count() -> int:
+        tensors = [r() for r in made]
+        return sum(t is not None and alive(t) for t in tensors)
 
     def send(self: StageLink, sources: list[Any]) -> Any:
         nonlocal most
         packed = real(self, sources)
-        if self.kept:
-            made.append(weakref.ref(self.kept[-1][0]))
-        most = max(most, alive())
+        made.extend(weakref.ref(t) for t in pick(self, packed))
+        most = max(most, count())
         return packed
 
     StageLink.send = send
@@ -53,33 +55,18 @@ def kept_leaves(sizes: dict[str, Any], overrides: dict[str, Any]) -> dict[str, i
         _step(engine)
     finally:
         StageLink.send = real
-    return {"made": len(made), "most": most, "left": alive(), "queued": _queued(engine)}
+    return {"made": len(made), "most": most, "left": count()}
+
+
+def kept_leaves(sizes: dict[str, Any], overrides: dict[str, Any]) -> dict[str, int]:
+    engine = make_engine(sizes, overrides)
+    seen = _watch_sends(engine, lambda link, _: [link.kept[-1][0]] if link.kept else [], lambda t: t.numel() > 0)
+    return {**seen, "queued": _queued(engine)}
 
 
 def sent_tensors(sizes: dict[str, Any]) -> dict[str, int]:
     """Packed tensors that still hold memory: the most at any send, and what is left after the step."""
-    engine = make_engine(sizes)
-    made: list[weakref.ref[Any]] = []
-    most = 0
-    real = StageLink.send
-
-    def holding() -> int:
-        packed = [r() for r in made]
-        return sum(t is not None and t.untyped_storage().size() > 0 for t in packed)
-
-    def send(self: StageLink, sources: list[Any]) -> Any:
-        nonlocal most
-        packed = real(self, sources)
-        made.append(weakref.ref(packed))
-        most = max(most, holding())
-        return packed
-
-    StageLink.send = send
-    try:
-        _step(engine)
-    finally:
-        StageLink.send = real
-    return {"made": len(made), "most": most, "left": holding()}
+    return _watch_sends(make_engine(sizes), lambda _, packed: [packed], lambda t: t.untyped_storage().size() > 0)
 
 
 def evaluate(sizes: dict[str, Any]) -> dict[str, Any]:
