@@ -6,7 +6,7 @@
     python benchmarks/gpu_plan.py --out results --seconds 500     # begin no step that might not end in time
 
 Steps of one GPU run first, one lane a GPU; those marked `alone` (timings) share their GPU with nothing, others run two at
-a time. Steps of two GPUs follow. A step that has passed is left out when the same --out is used again. A step at its limit
+a time (--beside N). Steps of two GPUs follow. A step that has passed is left out when the same --out is used again. A step at its limit
 gets SIGABRT, which makes Python print where every thread stands, and is killed five seconds later. Each step has a log
 in the output folder; summary.jsonl has a line for each, summary.md a table.
 """
@@ -87,8 +87,8 @@ def visible_gpus() -> list[int]:
 
 
 class Runner:
-    def __init__(self, gpus: list[int], out: Path, seconds: float | None = None) -> None:
-        self.gpus, self.out = gpus, out
+    def __init__(self, gpus: list[int], out: Path, seconds: float | None = None, beside: int = BESIDE) -> None:
+        self.gpus, self.out, self.beside = gpus, out, beside
         self.begun = time.monotonic()
         self.until = None if seconds is None else self.begun + seconds
         self.running: list[Running] = []
@@ -121,7 +121,7 @@ class Runner:
         if step.alone or step.gpus > 1:
             free = [g for g in self.gpus if not on[g]]
         else:
-            free = [g for g in self.gpus if len(on[g]) < BESIDE and not any(s.alone or s.gpus > 1 for s in on[g])]
+            free = [g for g in self.gpus if len(on[g]) < self.beside and not any(s.alone or s.gpus > 1 for s in on[g])]
         free.sort(key=lambda g: len(on[g]))
         return free[: step.gpus] if len(free) >= step.gpus else None
 
@@ -212,7 +212,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="first letters of names of steps, separated by commas")
     parser.add_argument("--skip", default="", help="likewise, of steps to leave out")
     parser.add_argument("--seconds", type=float, help="begin no step that might not end within so many")
+    parser.add_argument("--beside", type=int, default=BESIDE, help="steps, other than timings, that may share a GPU")
     args = parser.parse_args()
+    if args.beside < 1:
+        parser.error(f"--beside {args.beside} must be 1 or more")
     steps = read_plan(args.plan)
     if args.only:
         steps = [s for s in steps if s.name.startswith(tuple(args.only.split(",")))]
@@ -229,7 +232,7 @@ def main() -> int:
     gpus = visible_gpus()
     if not gpus:
         parser.error("no GPU is visible here; --list shows what would run")
-    runner = Runner(gpus, args.out, args.seconds)
+    runner = Runner(gpus, args.out, args.seconds, args.beside)
     done = runner.passed_before()
     todo = [s for s in steps if s.name not in done]
     records = runner.run(todo)

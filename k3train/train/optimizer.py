@@ -34,13 +34,14 @@ QUINTIC = (
 """Newton-Schulz coefficients a, b, c of each step: those of emerging-optimizers' "quintic", which are steepest at zero
 for five steps. Its own function takes fp32 and returns fp32; memory traffic is half of the cost of this optimizer."""
 SEVERAL_TILES = 384
-FOLDED = False
+FOLDED = True
 """Whether bf16 on a GPU iterates by X <- (a I + b G + c G^2) X, the whole factor rounded to bf16 once, without a pass
 for the norm and without adding a X to a product, for which torch first copies X: 36 bytes an element of X less to move in
-five steps. Off until benchmarks/muon.py has timed both on a GPU."""
+five steps: 155 ms against 190 for k3_proxy's matrices on an H200 (benchmarks/muon.py ways=true)."""
 REPLAYED = 0
 """With FOLDED, so many elements are iterated on by replaying a CUDA graph, where there are twice as many and more: 2^23
-stay in an H200's L2 from product to product, and a replay spares the 30 to 44 us of each launch. 0: no graphs."""
+stay in an H200's L2 from product to product, and a replay spares the launches. 0: no graphs; the products of many are
+large enough that graphs won nothing (162 ms)."""
 BATCH = 1 << 28  # elements of momentum that are put together at once
 PIECE = 1 << 28  # elements that are iterated on at once: fewer take longer on an H200 (docs/recipe.md)
 

@@ -122,12 +122,11 @@ def test_slices_of_a_stream_give_the_bits_of_the_whole(T: int, monkeypatch: pyte
         assert torch.equal(a, b), name
 
 
-def test_only_long_streams_with_few_heads_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan.slice_stream(chunks=1024, programs=64, processors=132) == 1
-    monkeypatch.setattr(plan, "SLICES", 4)
+def test_only_long_streams_with_few_heads_are_cut() -> None:
     assert plan.slice_stream(chunks=1024, programs=64, processors=132) == 4
     assert plan.slice_stream(chunks=1024, programs=96, processors=132) == 1
-    assert plan.slice_stream(chunks=100, programs=64, processors=132) == 1
+    assert plan.slice_stream(chunks=512, programs=64, processors=132) == 2
+    assert plan.slice_stream(chunks=511, programs=64, processors=132) == 1
     assert plan.split_stream(chunks=1024, programs=64, processors=132) == 1
     assert plan.split_stream(chunks=1024, programs=32, processors=132) == 4
     assert plan.split_stream(chunks=1024, programs=8, processors=132) == 8

@@ -214,6 +214,7 @@ def test_fifty_runs_give_the_same_bits(columns: int, bound: float | None) -> Non
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
 def test_direct_launches_give_the_same_bits(bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     x = make("random", 300)
+    monkeypatch.setattr(launch, "DIRECT", False)
     expected, names = outputs_and_gradients(kda_triton, x, None, bound=bound)
     monkeypatch.setattr(launch, "DIRECT", True)
     for T in (300, 300, 200, 300, 200):  # other lengths, other alignments: the first time each takes the long way

@@ -31,7 +31,7 @@ def load() -> Any:
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> tuple[Any, dict[str, Any]]:
+def measured() -> tuple[Any, dict[str, Any]]:
     module = load()
     result = module.measure()
     print(module.table(result))
@@ -62,22 +62,22 @@ def check(module: Any, result: dict[str, Any], layout: str, other: dict[str, Any
 
 
 @pytest.mark.parametrize("layout", [*EAGER, *CAPTURED])
-def test_losses_and_gradient_norms_agree_with_one_gpu(benchmark: tuple[Any, dict[str, Any]], layout: str) -> None:
-    module, result = benchmark
+def test_losses_and_gradient_norms_agree_with_one_gpu(measured: tuple[Any, dict[str, Any]], layout: str) -> None:
+    module, result = measured
     check(module, result, layout, result["one"])
 
 
 @pytest.mark.parametrize("layout", CAPTURED)
-def test_a_captured_step_is_the_step_that_python_launches(benchmark: tuple[Any, dict[str, Any]], layout: str) -> None:
-    module, result = benchmark
+def test_a_captured_step_is_the_step_that_python_launches(measured: tuple[Any, dict[str, Any]], layout: str) -> None:
+    module, result = measured
     assert of(result, layout)["graphs"] == 1
     check(module, result, layout, of(result, CAPTURED[layout]))
 
 
 @pytest.mark.parametrize("layout", [name for name in EAGER if name != "EP2"])
-def test_a_schedule_never_waits_for_the_device(benchmark: tuple[Any, dict[str, Any]], layout: str) -> None:
+def test_a_schedule_never_waits_for_the_device(measured: tuple[Any, dict[str, Any]], layout: str) -> None:
     """EP2's exchange reads its sizes on the host."""
-    assert of(benchmark[1], layout)["waits"] == []
+    assert of(measured[1], layout)["waits"] == []
 
 
 @pytest.mark.parametrize("exchange", ["EP2 sized", "EP2 slots", "EP2 slots captured", "EP2 slots overflowing"])
