@@ -192,6 +192,15 @@ def linears(folder: HFFolder) -> Tree:
     return tree
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """No process group, as in the client's own process: other tests of this one may have made a group, in which
+    compressed-tensors puts every tensor into shared memory through a manager process, which a busy machine starts late.
+    """
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+
+
+@pytest.mark.usefixtures("alone")
 def test_compressed_tensors_finds_exactly_the_experts_and_decodes_our_values(tmp_path, trained):
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
@@ -217,7 +226,8 @@ def test_compressed_tensors_finds_exactly_the_experts_and_decodes_our_values(tmp
         assert same_bytes(client.get_submodule(name).weight.data, folder.read(entry.ours, entry.expert)), name
 
 
-def test_the_ignore_list_leaves_exactly_the_experts_of_the_whole_k3(monkeypatch):
+@pytest.mark.usefixtures("alone")
+def test_the_ignore_list_leaves_exactly_the_experts_of_the_whole_k3():
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
     model = compose(["model=k3", "model.moe.experts=3", "model.moe.top_k=2", "model.pattern=KKKF F"]).model
