@@ -5,8 +5,8 @@
 
 Every parameter has an fp32 master, gradient and momentum, as in training. Prints milliseconds by kind of matrix, the
 rate of Newton-Schulz, the peak memory, and with the tokens a second of training the share of a step of BATCH_TOKENS.
-ways=true: first all ways of iterating in turn, round by round on the same parameters, with the passes before and after
-the iteration alone, and the share that each way would be.
+ways=true: first the iteration as it is, with torch's products, and the passes before and after it alone, in turn, round
+by round on the same parameters, and the share that each would be. sweep=true: by how much is iterated on at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from k3train.config.compose import compose
 from k3train.config.schema import MuonConfig
 from k3train.model.build import build_meta
 from k3train.parallel import layout as layouts
-from k3train.train import newton_schulz_triton
 from k3train.train import optimizer as optimizers
 from k3train.train.optimizer import PerHeadMuon, blocks, is_muon
 
@@ -64,12 +63,8 @@ def main() -> None:
         every = kinds(named, MuonConfig())["all matrices"]
         table += ways(every, layout, device, int(options["steps"]), speed)
         _report(options["model"], speed, table)  # what follows may be cut off
-    settings = {
-        "per head, scale=block (the recipe)": (MuonConfig(), optimizers.SEVERAL_TILES),
-        "the same, all products in full": (MuonConfig(), 1 << 30),
-        "whole matrices": (MuonConfig(per_head=False), optimizers.SEVERAL_TILES),
-    }
-    for label, (muon, optimizers.SEVERAL_TILES) in settings.items():
+    settings = {"per head, scale=block (the recipe)": MuonConfig(), "whole matrices": MuonConfig(per_head=False)}
+    for label, muon in settings.items():
         for kind, chosen in kinds(named, muon).items():
             if label != next(iter(settings)) and kind != "all matrices":
                 continue
@@ -152,30 +147,23 @@ def measure(
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "a X added to the product, as it is": {},
-    "folded": {"FOLDED": True},
-    "folded, 4 warps": {"FOLDED": True, "WARPS": 4},
-    "folded, 4 stages": {"FOLDED": True, "STAGES": 4},
-    "folded, 128 deep, 2 stages": {"FOLDED": True, "DEPTH": 128, "STAGES": 2},
-    "folded, 2^22 elements replayed": {"FOLDED": True, "REPLAYED": 1 << 22},
-    "folded, 2^23 elements replayed": {"FOLDED": True, "REPLAYED": 1 << 23},
-    "folded, 2^24 elements replayed": {"FOLDED": True, "REPLAYED": 1 << 24},
+    "folded, by Triton (as it is)": {},
+    "torch's products, in full": {"folded_": optimizers.by_torch_},
     "passes without iteration": {"orthogonalise_": lambda stack, steps: stack},
 }
 
 
 @contextlib.contextmanager
 def set_to(values: dict[str, Any]) -> Iterator[None]:
-    """The constants of the optimizer and of its kernels as given, and then as they were."""
-    owners = {name: optimizers if hasattr(optimizers, name) else newton_schulz_triton for name in values}
-    before = {name: getattr(owners[name], name) for name in values}
+    """Names of the optimizer's module as given, and then as they were."""
+    before = {name: getattr(optimizers, name) for name in values}
     for name, value in values.items():
-        setattr(owners[name], name, value)
+        setattr(optimizers, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(owners[name], name, value)
+            setattr(optimizers, name, value)
 
 
 def ways(
@@ -216,17 +204,12 @@ def ways(
 
 
 def sweep(named: list[tuple[str, Any]], layout: layouts.Layout, device: torch.device) -> None:
-    """Milliseconds of all matrices by how many elements are iterated on at once, with products by half and in full."""
-    params = filled(named, device)
-    optimizer = PerHeadMuon(params, lr=1e-3, weight_decay=0.1, muon=MuonConfig(), layout=layout)
-    piece, several = optimizers.PIECE, optimizers.SEVERAL_TILES
-    for optimizers.PIECE in (1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 28):
-        times = []
-        for optimizers.SEVERAL_TILES in (several, 1 << 30):
+    """Milliseconds of all matrices by how many elements are iterated on at once."""
+    optimizer = PerHeadMuon(filled(named, device), lr=1e-3, weight_decay=0.1, muon=MuonConfig(), layout=layout)
+    for piece in (1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 28):
+        with set_to({"PIECE": piece}):
             optimizer.step()
-            times.append(_clock(optimizer.step, device, 3))
-        print(f"{optimizers.PIECE:>10} elements at once: {times[0]:.1f} ms, in full {times[1]:.1f} ms", flush=True)
-    optimizers.PIECE, optimizers.SEVERAL_TILES = piece, several
+            print(f"{piece:>10} elements at once: {_clock(optimizer.step, device, 3):.1f} ms", flush=True)
 
 
 def adamw(named: list[tuple[str, Any]], device: torch.device, steps: int) -> dict[str, Any]:

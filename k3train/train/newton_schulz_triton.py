@@ -17,18 +17,17 @@ import triton.language as tl
 
 TILE, DEPTH = 128, 64
 WARPS, STAGES = 8, 3
-REGISTERS = 65536 // 2 // 256  # a thread of 8 warps: two programs an SM. Of all variants one spills, 16 bytes
+REGISTERS = 65536 // 2 // 256  # a thread of 8 warps: two programs an SM. At most 8 bytes spill
 SMALLEST = 1e-14  # square of the smallest norm that is divided by
 
 
 @triton.jit
 def _lower_tiles(
-    x, c, out, table, squares, n, k, x_batch, x_row, x_column, alpha, beta, gamma,
-    EVEN: tl.constexpr, ADD: tl.constexpr, IDENTITY: tl.constexpr, NORMED: tl.constexpr,
-    TILE: tl.constexpr, DEPTH: tl.constexpr,
+    x, out, table, squares, n, k, x_batch, x_row, x_column, a, b, c,
+    EVEN: tl.constexpr, FACTOR: tl.constexpr, NORMED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile (i, j), j <= i, and a matrix: out = alpha x x^T + beta c (ADD) + gamma I (IDENTITY) there and
-    at (j, i). NORMED: with x and c over s and all over sqrt(s), s one number a matrix in `squares`."""
+    """One program a tile (i, j), j <= i, and a matrix: out = x x^T there and at (j, i), or, with x a symmetric matrix,
+    a I + b x + c x^2 (FACTOR). NORMED: with x over s and all over sqrt(s), s one number a matrix in `squares`."""
     pair, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, j = tl.load(table + 2 * pair), tl.load(table + 2 * pair + 1)
     rows, columns = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
@@ -42,22 +41,20 @@ def _lower_tiles(
             total = tl.dot(tl.load(left), tl.load(right), total)
         else:
             there = start + depth < k
-            a = tl.load(left, mask=(rows < n)[:, None] & there[None, :], other=0.0)
-            b = tl.load(right, mask=(columns < n)[None, :] & there[:, None], other=0.0)
-            total = tl.dot(a, b, total)
+            tall = tl.load(left, mask=(rows < n)[:, None] & there[None, :], other=0.0)
+            wide = tl.load(right, mask=(columns < n)[None, :] & there[:, None], other=0.0)
+            total = tl.dot(tall, wide, total)
         left += DEPTH * x_column
         right += DEPTH * x_column
     inside = (rows < n)[:, None] & (columns < n)[None, :]
     out += matrix * n * n
     place = rows[:, None] * n + columns[None, :]  # 32 bits: fewer registers, so that two programs share an SM
-    if ADD:
-        added = tl.load(c + matrix * n * n + place, mask=inside, other=0.0).to(tl.float32)
+    if FACTOR:
+        added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         if NORMED:
             inverse = 1.0 / tl.load(squares + matrix)
             total, added = total * inverse * inverse, added * inverse
-        total = alpha * total + beta * added
-        if IDENTITY:
-            total += tl.where(rows[:, None] == columns[None, :], gamma, 0.0)
+        total = c * total + b * added + tl.where(rows[:, None] == columns[None, :], a, 0.0)
         if NORMED:
             total *= tl.sqrt(inverse)
     value = total.to(out.dtype.element_ty)
@@ -70,35 +67,30 @@ def _table(tiles: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([(i, j) for i in range(tiles) for j in range(i + 1)], dtype=torch.int32, device=device)
 
 
-def symmetric_product(
-    x: torch.Tensor, add: torch.Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0
-) -> torch.Tensor:
-    """x x^T, or alpha x x^T + beta add with a symmetric `add`, of each matrix of a stack: x [N, n, k] of any strides,
-    bf16 or fp16 -> [N, n, n], summed in fp32."""
-    return _launch(x, add, None, alpha, beta, None)
+def symmetric_product(x: torch.Tensor) -> torch.Tensor:
+    """x x^T of each matrix of a stack: x [N, n, k] of any strides, bf16 or fp16 -> [N, n, n], summed in fp32."""
+    return _launch(x, None, None)
 
 
 def polynomial(gram: torch.Tensor, a: float, b: float, c: float, squares: torch.Tensor | None = None) -> torch.Tensor:
-    """a I + b G + c G^2 of each matrix of a stack of symmetric ones [N, n, n], summed in fp32 and rounded once.
+    """a I + b G + c G^2 of each matrix of a contiguous stack of symmetric ones [N, n, n], summed in fp32, rounded once.
 
     squares: fp32 [N], s > 0 of each matrix where G is s times the one that is meant; the factor is over sqrt(s) too,
     so that it takes X of norm sqrt(s) to what it takes X of norm one to.
     """
-    return _launch(gram, gram, squares, c, b, a)
+    return _launch(gram, (a, b, c), squares)
 
 
 def _launch(
-    x: torch.Tensor, add: torch.Tensor | None, squares: torch.Tensor | None, alpha: float, beta: float,
-    gamma: float | None,
+    x: torch.Tensor, factor: tuple[float, float, float] | None, squares: torch.Tensor | None
 ) -> torch.Tensor:  # fmt: skip
     count, n, k = x.shape
     out = torch.empty(count, n, n, dtype=x.dtype, device=x.device)
     table = _table(-(-n // TILE), x.device)
     _lower_tiles[(table.shape[0], count)](
-        x, out if add is None else add, out, table, table if squares is None else squares, n, k, *x.stride(),
-        alpha, beta, gamma or 0.0, EVEN=n % TILE == 0 and k % DEPTH == 0, ADD=add is not None,
-        IDENTITY=gamma is not None, NORMED=squares is not None, TILE=TILE, DEPTH=DEPTH,
-        num_warps=WARPS, num_stages=STAGES, maxnreg=REGISTERS if WARPS == 8 else None,
+        x, out, table, table if squares is None else squares, n, k, *x.stride(), *(factor or (0.0, 0.0, 0.0)),
+        EVEN=n % TILE == 0 and k % DEPTH == 0, FACTOR=factor is not None, NORMED=squares is not None,
+        TILE=TILE, DEPTH=DEPTH, num_warps=WARPS, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
     return out
 

@@ -33,15 +33,6 @@ QUINTIC = (
 )  # fmt: skip
 """Newton-Schulz coefficients a, b, c of each step: those of emerging-optimizers' "quintic", which are steepest at zero
 for five steps. Its own function takes fp32 and returns fp32; memory traffic is half of the cost of this optimizer."""
-SEVERAL_TILES = 384
-FOLDED = True
-"""Whether bf16 on a GPU iterates by X <- (a I + b G + c G^2) X, the whole factor rounded to bf16 once, without a pass
-for the norm and without adding a X to a product, for which torch first copies X: 36 bytes an element of X less to move in
-five steps: 155 ms against 190 for k3_proxy's matrices on an H200 (benchmarks/muon.py ways=true)."""
-REPLAYED = 0
-"""With FOLDED, so many elements are iterated on by replaying a CUDA graph, where there are twice as many and more: 2^23
-stay in an H200's L2 from product to product, and a replay spares the launches. 0: no graphs; the products of many are
-large enough that graphs won nothing (162 ms)."""
 BATCH = 1 << 28  # elements of momentum that are put together at once
 PIECE = 1 << 28  # elements that are iterated on at once: fewer take longer on an H200 (docs/recipe.md)
 
@@ -74,44 +65,25 @@ def scale_of(block: Tensor, spec: ParameterSpec, scale: str) -> float:
 
 @torch.no_grad()
 def orthogonalise_(stack: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz of each [A, B] of a stack [n, A, B], in place and in the stack's dtype.
+    """Newton-Schulz of each [A, B] of a stack [n, A, B], in place and in the stack's dtype; steps > 0.
 
     X <- a X + (b G + c G^2) X with G = X X^T, on the shorter side; singular values end between 0.7 and 1.2.
     """
-    count = REPLAYED // stack[0].numel()
-    if count and stack.shape[0] >= 2 * count and _folds(stack, steps):
-        from k3train.train.newton_schulz_graph import replayed_
-
-        replayed_(stack, count, steps, folded_)
-        return stack
+    on_gpu = stack.is_cuda and stack.dtype == torch.bfloat16
     for part in stack.split(max(1, PIECE // stack[0].numel())):
-        _newton_schulz_(part, steps)
+        (folded_ if on_gpu else by_torch_)(part, steps)
     return stack
 
 
-def _folds(stack: Tensor, steps: int) -> bool:
-    return FOLDED and steps > 0 and stack.is_cuda and stack.dtype == torch.bfloat16
-
-
-def _newton_schulz_(stack: Tensor, steps: int) -> None:
-    if _folds(stack, steps):
-        folded_(stack, steps)
-        return
+def by_torch_(stack: Tensor, steps: int) -> None:
+    """The iteration as it is written, with torch's products: on a CPU, and in fp32."""
     norm = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = stack.div_(norm.clamp_min_(1e-7))
     wide = x.shape[-2] <= x.shape[-1]
-    # symmetric products at half the work, where a matrix has enough tiles to leave some out
-    half = x.is_cuda and x.dtype == torch.bfloat16 and min(x.shape[-2:]) >= SEVERAL_TILES
-    if half:
-        from k3train.train.newton_schulz_triton import symmetric_product
     for step, (a, b, c) in enumerate(islice(cycle(QUINTIC), steps)):
         short = x if wide else x.mT
-        if half:
-            gram = symmetric_product(short)
-            polynomial = symmetric_product(gram, gram, alpha=c, beta=b)
-        else:
-            gram = torch.bmm(short, short.mT)
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram = torch.bmm(short, short.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         into = stack if step == steps - 1 > 0 else None  # before the last step, x is no longer the stack
         left, right = (polynomial, x) if wide else (x, polynomial)
         x = torch.baddbmm(x, left, right, beta=a, out=into)
@@ -120,8 +92,12 @@ def _newton_schulz_(stack: Tensor, steps: int) -> None:
 
 
 def folded_(stack: Tensor, steps: int) -> None:
-    """The same iteration with the whole factor of a step in one symmetric matrix, by Triton: the norm, whose square is
-    the trace of the first G, is divided by in the first factor."""
+    """The same iteration as X <- (a I + b G + c G^2) X, by Triton: the factor of a step is one symmetric matrix, rounded
+    to bf16 once, and the norm, whose square is the trace of the first G, is divided by in the first factor.
+
+    No pass over X for the norm, and no a X added to a product, for which torch first copies X: 36 bytes an element of X
+    less to move in five steps (docs/recipe.md has the times).
+    """
     from k3train.train.newton_schulz_triton import polynomial, symmetric_product, traces
 
     x, wide = stack, stack.shape[-2] <= stack.shape[-1]
