@@ -1,13 +1,16 @@
-"""Two GPUs, one model, four ways to share its state: step time and memory of each engine.
+"""Two GPUs, one model, four ways to share its state: step time, memory and losses of each engine.
 
     python benchmarks/engines.py                              # starts 2 ranks; needs 2 CUDA devices and deepspeed
     python benchmarks/engines.py --ranks 1 --arms ZeRO-3 --json out.json
 
 The megatron engine's data parallel (distributed optimizer: state cut like ZeRO-1) beside DeepSpeed's ZeRO-1, 2 and 3,
-all in bf16 with fp32 master weights and fp32 reduction, torch's products, on the same batches. The model is k3_proxy's
-widths in five layers and fewer experts. Step times are medians of whole steps (forwards, backwards, reduction, update)
-after warm-up; memory is the peak that torch allocated on rank 0, and what it holds between steps. Losses are printed to
-compare.
+all in bf16 with fp32 master weights and fp32 reduction, torch's products, launched from Python, on the same batches; then
+megatron's with captured micro-batches, which ZeRO cannot do. The model is k3_proxy's widths in five layers and fewer
+experts. Step times are medians of whole steps (forwards, backwards, reduction, update) after warm-up; memory is the peak
+that torch allocated on rank 0, and what it holds between steps.
+
+Losses and gradient norms are compared with those of megatron's data parallel. What rounding alone does to them is
+measured too: "other order" is megatron's again with the same micro-batches met in another order by other ranks.
 
 Every arm has processes of its own, because DeepSpeed keeps hold of what it made. All arms import at once, which is most
 of what a start costs, and then wait for their turn, without a CUDA context: one arm at a time has the GPUs. Rank 0 says
@@ -38,7 +41,10 @@ ARMS: dict[str, list[str]] = {
     "ZeRO-1": ["engine=deepspeed", "engine.zero_stage=1"],
     "ZeRO-2": ["engine=deepspeed", "engine.zero_stage=2"],
     "ZeRO-3": ["engine=deepspeed", "engine.zero_stage=3"],
+    "captured": ["parallel.distributed_optimizer=true", "train.cuda_graphs=step"],
+    "other order": ["parallel.distributed_optimizer=true"],
 }
+REFERENCE, REORDERED = "megatron DP", "other order"
 BASE = [
     "model=k3_proxy", "model.pattern='KKKF K'", "model.moe.experts=32", "run.name=engines", "train.seq_length=4096",
     "train.micro_batch=2", "train.global_batch=8", "train.precision=bf16", "tracking.wandb=disabled", "optim.lr=1e-4",
@@ -48,13 +54,19 @@ WARMUP, TIMED = 3, 5
 IMPORTS = 90.0  # seconds; past them the first arm begins while others still import
 
 
-def batches(config: Any, rank: int, ranks: int, step: int) -> Iterator[dict[str, Any]]:
-    """This rank's micro-batches of a step: packed documents of random tokens, a function of the sample's number."""
+def batches(config: Any, rank: int, ranks: int, step: int, *, reordered: bool = False) -> Iterator[dict[str, Any]]:
+    """This rank's micro-batches of a step: packed documents of random tokens, a function of the sample's number.
+
+    reordered: the same micro-batches of all ranks, dealt out in blocks from the last to the first: sums associate
+    otherwise.
+    """
     import torch
 
     s, b = config.train.seq_length, config.train.micro_batch
-    for m in range(config.train.global_batch // (b * ranks)):
-        generator = torch.Generator().manual_seed(1000 * step + m * ranks + rank)
+    count = config.train.global_batch // (b * ranks)
+    for m in range(count):
+        number = count * ranks - 1 - (rank * count + m) if reordered else m * ranks + rank
+        generator = torch.Generator().manual_seed(1000 * step + number)
         tokens = torch.randint(0, config.model.vocab_size, (b * s + 1,), generator=generator)
         starts = torch.arange(0, b * s + 1, s // 2)
         mask = torch.ones(b * s)
@@ -79,32 +91,34 @@ def build(config: Any, device: Any) -> Any:
     return MegatronEngine(config, layout, device)
 
 
-def measure(engine: Any, device: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    """Losses of the warm-up, the median step in ms, tokens/s of all ranks, and GB of memory on this rank."""
+def measure(engine: Any, device: Any, say: Callable[[str], None], *, reordered: bool = False) -> dict[str, Any]:
+    """Losses and norms of all steps, the median step in ms, tokens/s of all ranks, and GB of memory on this rank."""
     import torch
 
     config, layout = engine.config, engine.layout
     ranks = layout.sizes.data
     cuda = device.type == "cuda"
-    times, losses = [], []
+    times, losses, norms = [], [], []
     for step in range(WARMUP + TIMED):
         if cuda:
             torch.cuda.synchronize()
             if step == WARMUP:
                 torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        source = batches(config, layout.dp.rank(), ranks, step)
+        source = batches(config, layout.dp.rank(), ranks, step, reordered=reordered)
         result = engine.step(source, 1e-4, engine.micro_batches(config.train.global_batch))
         if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
         losses.append(result.loss)
+        norms.append(result.grad_norm)
         if step < WARMUP:
             say(f"step {step + 1}: {times[-1]:.2f} s, loss {result.loss:.4f}")
     middle = statistics.median(times[WARMUP:])
     tokens = config.train.global_batch * config.train.seq_length
     return {
-        "losses": losses[:WARMUP], "step_ms": middle * 1e3, "tokens_per_second": tokens / middle,
+        "losses": losses, "grad_norms": norms, "step_ms": middle * 1e3,
+        "step_ms_range": [1e3 * min(times[WARMUP:]), 1e3 * max(times[WARMUP:])], "tokens_per_second": tokens / middle,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0,
         "held_gb": torch.cuda.memory_allocated() / 1e9 if cuda else 0.0,
     }  # fmt: skip
@@ -154,7 +168,7 @@ def worker(job: dict[str, Any]) -> None:
     engine = build(config, device)
     built = time.perf_counter() - start
     say(f"built in {built:.1f} s")
-    result = {**measure(engine, device, say), "built_s": built}
+    result = {**measure(engine, device, say, reordered=arm == REORDERED), "built_s": built}
     result["parameters"] = sum(_numel(p) for m in engine.models for p in m.parameters())
     result["seconds"] = time.perf_counter() - begun
     if rank == 0:
@@ -240,14 +254,22 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
+def distance(seen: dict[str, Any], other: dict[str, Any], key: str) -> float:
+    """Largest relative difference over the steps."""
+    return max(abs(a - b) / abs(b) for a, b in zip(seen[key], other[key], strict=True))
+
+
 def show(results: dict[str, Any]) -> None:
-    """The table of all arms."""
-    print(f"{'':12} {'ms/step':>9} {'tokens/s':>10} {'peak GB':>8} {'held GB':>8} {'built s':>8}  losses")
+    """The table of all arms: how far losses and norms are from the reference's, relative, in the last columns."""
+    print(f"{'':12} {'ms/step':>9} {'from':>7} {'to':>7} {'tokens/s':>10} {'peak GB':>8} {'held GB':>8} {'built s':>8} "
+          f"{'loss off':>9} {'norm off':>9}  losses")  # fmt: skip
     for name, r in results.items():
-        losses = " ".join(f"{loss:.4f}" for loss in r["losses"])
+        losses = " ".join(f"{loss:.4f}" for loss in r["losses"][:WARMUP])
+        off = [distance(r, results.get(REFERENCE, r), key) for key in ("losses", "grad_norms")]
         print(
-            f"{name:12} {r['step_ms']:9.1f} {r['tokens_per_second']:10,.0f} {r['peak_gb']:8.1f} {r['held_gb']:8.1f} "
-            f"{r['built_s']:8.1f}  {losses}"
+            f"{name:12} {r['step_ms']:9.1f} {r['step_ms_range'][0]:7.1f} {r['step_ms_range'][1]:7.1f} "
+            f"{r['tokens_per_second']:10,.0f} {r['peak_gb']:8.1f} {r['held_gb']:8.1f} {r['built_s']:8.1f} "
+            f"{off[0]:9.1e} {off[1]:9.1e}  {losses}"
         )
 
 

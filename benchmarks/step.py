@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -315,7 +316,7 @@ def square_share(micro_batches: Iterator[dict[str, Any]], length: int) -> float:
 
 def release(engine: Any) -> None:
     """Give an engine's memory back. Its gradient hooks live in C++ nodes, where Python cannot see that they form a ring
-    with everything else."""
+    with everything else; megatron's dispatchers keep a micro-batch's probabilities, and with them its whole graph."""
     import torch
 
     if engine is not None:
@@ -323,6 +324,11 @@ def release(engine: Any) -> None:
             engine.graphs.close()  # communicators of another layout wait for graphs that hold their operations
         for model in engine.ddp:
             model.grad_accs.clear()
+            for module in model.modules():
+                for holder in (module, *vars(module).values()):
+                    kept = getattr(holder, "__dict__", {})
+                    for name in [n for n, x in kept.items() if isinstance(x, torch.Tensor) and x.grad_fn is not None]:
+                        kept[name] = None
         engine.ctx.megatron.finalize_model_grads_func = None
         vars(engine).clear()
     gc.collect()
@@ -392,6 +398,10 @@ def main() -> None:
             )  # fmt: skip
         except Exception as error:  # the other arms are still worth their time
             print(f"== {arm}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            traceback.print_exception(error, limit=-12)
+            found = None
+        release(None)  # what the error held
+        if found is None:
             continue
         results.append(found)
         if int(os.environ.get("RANK", "0")):

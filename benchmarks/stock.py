@@ -193,13 +193,14 @@ def fused_wgrad() -> bool:
 
     if getattr(layers, "_grad_accum_fusion_available", False):
         return True
-    from megatron.core.extensions.transformer_engine import te_general_gemm
+    try:
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+    except ImportError:
+        return False
 
     def add(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
-        te_general_gemm(x, dy, out_dtype=main_grad.dtype, layout="NT", out=main_grad, grad=True, accumulate=True)
+        general_gemm(x, dy, out_dtype=main_grad.dtype, layout="NT", out=main_grad, grad=True, accumulate=True)
 
-    if te_general_gemm is None:
-        return False
     layers._grad_accum_fusion_available = True
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
     return True

@@ -7,6 +7,7 @@ its parameter's global name with the parameter's sharding, so it reshards like t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -52,10 +53,12 @@ def allocate(optimizer: Any) -> None:
     """Zero states for every parameter, for a checkpoint to be read into."""
     for one in parts(optimizer):
         inner = one.optimizer
+        # transformer-engine's Adam also asks whether it keeps master copies as remainders; megatron's copies are whole
+        more = (False,) if "store_param_remainders" in signature(inner.initialize_state).parameters else ()
         for group in inner.param_groups:
             for p in group["params"]:
                 if not inner.state[p]:
-                    inner.initialize_state(p)
+                    inner.initialize_state(p, *more)
 
 
 def sharded(optimizer: Any, models: list[nn.Module], layout: Layout) -> dict[str, Any]:

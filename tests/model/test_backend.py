@@ -16,7 +16,7 @@ from k3train.model.backend import make_backend
 from k3train.model.backend.fp8_inputs import SharedInputs
 from k3train.model.backend.local import Backend
 from k3train.model.backend.te import TEBackend, TEProduct
-from k3train.model.backend.te_library import load
+from k3train.model.backend.te_library import _at_start, load
 from k3train.model.backend.torch_gpu import TorchBackend
 from k3train.model.build import build_chunks, chunks_of_rank, make_context
 from k3train.model.context import PackedStream
@@ -304,3 +304,15 @@ def test_every_product_of_the_model_belongs_to_a_part(one_rank: Any) -> None:
 def test_parts_that_do_not_exist_or_cannot_leave_bf16_are_refused(parts: list[str], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         precision_of("fp8_block", parts)
+
+
+def test_keys_that_lie_inside_a_larger_tensor_get_a_storage_of_their_own() -> None:
+    """transformer-engine takes no keys and values that are contiguous and do not begin their storage."""
+    whole = torch.arange(24.0).view(6, 4).requires_grad_()
+    for part in (whole[2:5], whole[:, 1:3]):
+        got = _at_start(part)
+        assert got.equal(part) and got.is_contiguous() and got.storage_offset() == 0
+    first = whole[:3]
+    assert _at_start(first) is first
+    _at_start(whole[2:5]).sum().backward()
+    assert whole.grad is not None and whole.grad.sum(1).tolist() == [0, 0, 4, 4, 4, 0]

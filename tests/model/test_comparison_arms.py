@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,31 @@ def test_megatrons_transformer_trains_here(one_rank: Any, packed: bool) -> None:
     batches = list(step_benchmark.batches(config, 0, 2, whole=not packed))
     losses = [engine.step(iter(batches), 1e-2, engine.micro_batches(4)).loss for _ in range(3)]
     assert losses[-1] < losses[0] - 0.1, losses
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["that trained", "that failed in its backward"])
+def test_an_arm_gives_its_memory_back(one_rank: Any, fails: bool) -> None:
+    """megatron's dispatcher keeps a tensor whose graph leads back to the model: a ring that Python does not see."""
+    config = compose(
+        ["model=k3_tiny", "model.pattern=KF", "model.vocab_size=128", "train.seq_length=32", "train.micro_batch=2",
+         "train.global_batch=2", "train.precision=fp32"]
+    )  # fmt: skip
+    engine: Any = stock.StockEngine(config, one_rank, CPU)
+    model = weakref.ref(engine.models[0])
+
+    def stopped(gradient: torch.Tensor) -> None:
+        raise TypeError("no such product")
+
+    if fails:
+        engine.models[0].decoder.layers[0].register_forward_hook(
+            lambda *seen: seen[-1][0].register_hook(stopped) and None
+        )
+    with pytest.raises(TypeError, match="no such product") if fails else contextlib.nullcontext() as caught:
+        engine.step(iter(list(step_benchmark.batches(config, 0, 1))), 1e-2, 1)
+    step_benchmark.release(engine)
+    del engine, caught
+    step_benchmark.release(None)
+    assert model() is None
 
 
 def test_attention_inside_documents_is_the_sum_of_squares() -> None:

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass
-class GradientPiece:
+class Piece:
     """values are elements start, start + 1, ... of the flattened local shard of shape `local`, which is number `place`
     along `axis` of the whole parameter (replicated where axis is None)."""
 
@@ -31,11 +31,12 @@ class RankSeen:
     tokens: int
     grad_norm: float
     load: np.ndarray | None
-    gradients: list[GradientPiece]
+    gradients: list[Piece]
     selections: dict[int, list[tuple[int, np.ndarray]]]
     gap: float
     biases: dict[int, np.ndarray]
     extra: dict[str, float] = field(default_factory=dict)
+    parameters: list[Piece] = field(default_factory=list)  # as the last step left them
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Seen:
     gap: float
     biases: dict[int, torch.Tensor]
     extra: dict[str, float] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # as the last step left them
 
 
 def assemble(ranks: list[list[RankSeen]]) -> list[Seen]:
@@ -75,17 +77,18 @@ def _step(ranks: list[RankSeen]) -> Seen:
             assert np.array_equal(biases.setdefault(layer, bias), bias), f"ranks disagree on the bias of layer {layer}"
     selections = {n: torch.from_numpy(np.concatenate([p[s] for s in sorted(p)])) for n, p in sorted(table.items())}
     load = None if first.load is None else torch.from_numpy(first.load)
-    gradients = whole_gradients([p for rank in ranks for p in rank.gradients])
+    gradients = whole_tensors([p for rank in ranks for p in rank.gradients])
     return Seen(
         first.loss, first.tokens, first.grad_norm, load, gradients, selections, min(r.gap for r in ranks),
         {n: torch.from_numpy(b) for n, b in biases.items()}, first.extra,
+        whole_tensors([p for rank in ranks for p in rank.parameters]),
     )  # fmt: skip
 
 
-def whole_gradients(pieces: list[GradientPiece]) -> dict[str, torch.Tensor]:
-    """Whole gradients by name; a rank whose copy differs from another's would train another model."""
+def whole_tensors(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    """Whole gradients or parameters by name; a rank whose copy differs from another's would train another model."""
     shards: dict[str, dict[int, np.ndarray]] = {}
-    about: dict[str, GradientPiece] = {}
+    about: dict[str, Piece] = {}
     for p in pieces:
         about[p.name] = p
         shard = shards.setdefault(p.name, {}).setdefault(p.place, np.full(p.local, np.nan, np.float32))

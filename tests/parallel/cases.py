@@ -7,19 +7,19 @@ from typing import Any
 from k3train.engine import gradients
 from k3train.engine.megatron import MegatronEngine
 from k3train.parallel.transport import StageLink
-from tests.parallel.assemble import GradientPiece, RankSeen
-from tests.parallel.observe import Selections, gradient_pieces
+from tests.parallel.assemble import Piece, RankSeen
+from tests.parallel.observe import Selections, pieces_of
 from tests.parallel.tiny import SEED, batches, make_engine
 
 
 def observed_steps(engine: MegatronEngine, steps: range, seed: int) -> list[RankSeen]:
     """Run `steps` and look at each as this rank sees it."""
     record = Selections(engine)
-    captured: list[list[GradientPiece]] = []
+    captured: list[list[Piece]] = []
     real_step = engine.optimizer.step
 
     def step_and_look() -> Any:
-        captured.append(gradient_pieces(engine))
+        captured.append(pieces_of(engine, lambda p: p.main_grad))
         return real_step()
 
     engine.optimizer.step = step_and_look
@@ -37,6 +37,7 @@ def observed_steps(engine: MegatronEngine, steps: range, seed: int) -> list[Rank
                 result.loss, result.tokens, result.grad_norm, load, captured[-1], selections, gap, biases, result.extra
             )  # fmt: skip
         )
+    seen[-1].parameters = pieces_of(engine, lambda p: p)
     engine.optimizer.step = real_step
     engine.ctx.probe = None
     return seen

@@ -1,4 +1,4 @@
-"""Two runs of the tiny model, step by step: the same selections, losses, gradient norms, gradients and biases."""
+"""Two runs of the tiny model, step by step: the same selections, losses, gradient norms, gradients, biases, and parameters in the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.parallel.assemble import Seen, assemble
 from tests.parallel.pool import pool
 from tests.parallel.tiny import SEED
 
-RELATIVE = 1e-5  # of each parameter's gradient, in L2
+RELATIVE = 1e-5  # of each parameter's gradient, and of the parameter, in L2
 FLOOR = 1e-7  # of the global gradient norm: a gradient that is zero up to rounding has no relative error of its own
 
 
@@ -61,7 +61,7 @@ def differences(got: list[Seen], want: list[Seen]) -> list[str]:
             found.append(f"step {step}: loss {a.loss!r} against {b.loss!r}")
         if abs(a.grad_norm - b.grad_norm) > RELATIVE * b.grad_norm:
             found.append(f"step {step}: gradient norm {a.grad_norm!r} against {b.grad_norm!r}")
-        if a.gradients and abs(a.grad_norm - norm_of(a)) > RELATIVE * a.grad_norm:
+        if abs(a.grad_norm - norm_of(a)) > RELATIVE * a.grad_norm:
             found.append(f"step {step}: gradient norm {a.grad_norm!r}, but the gradients have {norm_of(a)!r}")
         if a.extra.keys() != b.extra.keys() or any(abs(a.extra[k] - v) > RELATIVE * abs(v) for k, v in b.extra.items()):
             found.append(f"step {step}: metrics {a.extra} against {b.extra}")
@@ -75,6 +75,11 @@ def differences(got: list[Seen], want: list[Seen]) -> list[str]:
         for layer, bias in b.biases.items():
             if float((a.biases[layer] - bias).abs().max()) > 1e-6:
                 found.append(f"step {step}: bias of layer {layer}")
+        moved = {n: distance(p, b.parameters[n], 0.0) for n, p in a.parameters.items() if n in b.parameters}
+        wrong = sorted((e, n) for n, e in moved.items() if e > RELATIVE)[::-1]
+        if wrong or a.parameters.keys() != b.parameters.keys():
+            shown = ", ".join(f"{n} {e:.1e}" for e, n in wrong[:12])
+            found.append(f"step {step}: {len(wrong)} of {len(b.parameters)} updated parameters differ: {shown}")
     return found
 
 

@@ -1,22 +1,26 @@
-"""What one rank sees of a training step: its gradients, the experts of its tokens, selection gaps.
+"""What one rank sees of a training step: its gradients and parameters, the experts of its tokens, selection gaps.
 
 Nothing is gathered here: pieces go to the test as they are, which puts them together (`assemble`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from k3train.engine.gradients import routers
 from k3train.engine.megatron import MegatronEngine
-from tests.parallel.assemble import GradientPiece
+from tests.parallel.assemble import Piece
 
 
-def gradient_pieces(engine: MegatronEngine) -> list[GradientPiece]:
-    """This rank's final gradients; call it right before the optimizer steps.
+def pieces_of(engine: MegatronEngine, take: Callable[[torch.nn.Parameter], torch.Tensor]) -> list[Piece]:
+    """This rank's part of what `take` gives of every parameter: the parameter itself after a step, or its `main_grad`
+    right before the optimizer steps.
 
-    A rank contributes what its optimizer would use: with the distributed optimizer, its own range of each parameter.
+    A rank contributes what its optimizer would use: where optimizer state is cut over ranks, its own range of each
+    parameter; else, as under Muon, all of it.
     """
     owned: dict[torch.nn.Parameter, slice] = {}
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
@@ -27,13 +31,13 @@ def gradient_pieces(engine: MegatronEngine) -> list[GradientPiece]:
     layout, pieces = engine.layout, []
     for model in engine.models:
         for name, param in model.named_parameters():
-            if engine.config.parallel.distributed_optimizer and param not in owned:
+            if engine.shards_state and param not in owned:
                 continue
             span, spec = owned.get(param, slice(0, param.numel())), param.k3
             place = layout.ep.rank() if spec.expert else layout.tp.rank()
             axis = 0 if spec.expert else spec.tensor_axis
-            values = param.main_grad.reshape(-1)[span].clone().numpy()
-            pieces.append(GradientPiece(name, tuple(spec.shape), tuple(param.shape), axis, place, span.start, values))
+            values = take(param).detach().reshape(-1)[span].clone().numpy()
+            pieces.append(Piece(name, tuple(spec.shape), tuple(param.shape), axis, place, span.start, values))
     return pieces
 
 

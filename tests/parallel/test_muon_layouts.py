@@ -1,4 +1,8 @@
-"""Per-head Muon moves the weights alike under every layout: three steps in fp32, Newton-Schulz in fp32."""
+"""Per-head Muon moves the weights alike under every layout: three steps in fp32, Newton-Schulz in fp32.
+
+The distributed optimizer is asked for, as by default: under Muon ranks keep whole states, and share the work instead.
+Every gradient of every step and every parameter after the third is compared, to 1e-5 of its own length.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,18 @@ CASES = [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.ops) for case in FURT
 @pytest.mark.parametrize(("world", "sizes"), CASES, ids=str)
 def test_the_update_is_that_of_one_process(world: int, sizes: dict[str, Any]) -> None:
     assert not differences(train(world, sizes, MUON), one_process(MUON))
+
+
+def test_every_matrix_and_its_gradient_are_compared() -> None:
+    first, *_, last = one_process(MUON)
+    assert first.gradients.keys() == last.parameters.keys()
+    assert {"layers.0.attention.q_proj.weight", "layers.1.moe.experts.w2", "lm_head.weight"} <= last.parameters.keys()
+
+
+def test_another_update_shows_before_any_other_gradient() -> None:
+    whole = {**MUON, "optim.muon.per_head": False}
+    (found,) = differences(one_process(whole, steps=1), one_process(MUON, steps=1))
+    assert "updated parameters differ" in found and "q_proj" in found and "experts" not in found
 
 
 def test_whole_matrix_muon_gathers_what_tensor_ranks_hold() -> None:

@@ -144,7 +144,7 @@ class _Installed:
                 attn_mask_type="padding_causal_bottom_right" if at_end else "padding_causal", layer_number=1,
             )  # fmt: skip
         out = self._attention[key](
-            q.contiguous(), k.contiguous(), v.contiguous(), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_k, max_seqlen_q=max_q,
+            q.contiguous(), _at_start(k), _at_start(v), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_k, max_seqlen_q=max_q,
             max_seqlen_kv=max_k, pad_between_seqs=False,
         )  # fmt: skip
         return out.view(q.shape[0], q.shape[1], v.shape[2])
@@ -157,6 +157,13 @@ class _Installed:
         padded, sizes = self.te.Fp8Padding(experts, _ROWS)(x, rows)
         out = self._grouped.apply(padded, weight, sizes, recipe, torch.is_grad_enabled())
         return self.te.Fp8Unpadding(experts, _ROWS)(out, rows)
+
+
+def _at_start(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous and at the start of its storage: of keys and values that lie further on, as those of a rank's documents
+    do under context parallelism, transformer-engine says that their layout is not supported."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() else x
 
 
 _ROWS = 16
