@@ -225,6 +225,8 @@ def test_the_launcher_is_that_of_the_installed_triton() -> None:
     if not launch.DIRECT:
         pytest.skip("another version of Triton: every launch is bound")
     body = " ".join(inspect.getsource(JITFunction.run).split())
-    assert "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata," in body
+    assert (
+        "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata," in body
+    )
     assert "*bound_args.values())" in body
     assert isinstance(inspect.getattr_static(CompiledKernel, "run"), property)

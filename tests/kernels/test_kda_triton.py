@@ -36,7 +36,7 @@ def check(inputs: dict[str, Tensor], tol: float = 1e-4, **options: object) -> No
     assert_close([x.cpu() for x in actual], expected, names, tol)
 
 
-@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 65])
+@pytest.mark.parametrize("T", [1, 2, 7, 15, 16, 17, 63, 65])
 def test_length(T: int) -> None:
     check(kda_inputs(T=T, H=1), bound=-5.0)
 
@@ -59,6 +59,31 @@ def test_softplus_gate_far_below_underflow() -> None:
     inputs["z"] = inputs["z"] * 30
     inputs["A_log"] = inputs["A_log"] + 2
     check(inputs, tol=2e-4, bound=None)
+
+
+@pytest.mark.parametrize("bound", [-5.0, -5.9, None], ids=["bound -5", "bound -5.9", "softplus"])
+@pytest.mark.parametrize("shift", [3.0, 6.0, -7.0], ids=["strong", "saturated", "hardly any"])
+def test_gradient_of_a_decay_that_is_the_same_everywhere(shift: float, bound: float | None) -> None:
+    """The slope of the gate is one number here, so that dz errs by as much as the gradient of g itself, which is a
+    difference of large sums where gates are saturated."""
+    inputs = kda_inputs(T=70, H=1)
+    for name in ("A_log", "dt_bias"):
+        inputs[name] = torch.zeros_like(inputs[name])
+    inputs["z"] = torch.full_like(inputs["z"], shift)
+    check(inputs, tol=2e-4, bound=bound)
+
+
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
+@pytest.mark.parametrize("z", [100.0, -100.0])
+def test_raw_gate_of(z: float, bound: float | None) -> None:
+    inputs = kda_inputs(T=40, H=1)
+    inputs["z"] = torch.full_like(inputs["z"], z)
+    expected, names = outputs_and_gradients(kda_naive, inputs, torch.float64, bound=bound)
+    on_device = {name: x.to(DEVICE, torch.float32) for name, x in inputs.items()}
+    actual, _ = outputs_and_gradients(kda_triton, on_device, None, bound=bound)
+    for name, x in zip(names, actual):
+        assert x.isfinite().all(), name
+    assert_close([x.cpu() for x in actual[:2]], expected[:2], names[:2], 1e-4)
 
 
 def test_gate_with_huge_rate_has_finite_gradients() -> None:
@@ -115,9 +140,7 @@ def test_stream_cut_into_segments(segments: int, T: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("apart", [False, True], ids=["beside both sides", "beside the K side"])
 @pytest.mark.parametrize("T", [100, 130], ids=["two slices", "three slices, the last one short"])
-def test_slices_of_a_stream_give_the_bits_of_the_whole(
-    T: int, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_of_a_stream_give_the_bits_of_the_whole(T: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "APART", apart)
     inputs = {name: x.to(DEVICE, torch.float32) for name, x in kda_inputs(T=T, H=1, HV=2).items()}
     whole, names = outputs_and_gradients(kda_triton, inputs, None, bound=-5.0)

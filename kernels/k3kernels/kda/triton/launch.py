@@ -34,11 +34,12 @@ def _watched(kernel: Any) -> bool:
 
 def _direct(kernel: Any, programs: int, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
     device = driver.active.get_current_device()
-    key = (id(kernel), device, *map(_kind, args), *meta.items())  # what was compiled keeps its kernel, so ids stay unique
+    # A compiled kernel keeps its function alive, so that its id stays its own.
+    key = (id(kernel), device, *map(_kind, args), *meta.items())
     found = _seen.get(key)
     if found is None:
         compiled = kernel[(programs,)](*args, **meta)
-        if compiled is None or hasattr(compiled, "result"):  # a hook forbade it, or it is still being compiled elsewhere
+        if compiled is None or hasattr(compiled, "result"):  # forbidden by a hook, or still being compiled elsewhere
             return
         if len(_seen) >= MOST:
             _seen.clear()
