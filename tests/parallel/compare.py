@@ -1,4 +1,4 @@
-"""Two runs of the tiny model, step by step: selections, losses, gradient norms, gradients, biases; parameters at the end."""
+"""Two runs of the tiny model, step by step: selections, losses, norms, gradients, biases, and parameters at the end."""
 
 from __future__ import annotations
 
