@@ -118,6 +118,49 @@ def test_explicit_layouts(columns: int, bound: float | None, kind: str) -> None:
     check(make(kind, 200), bound=bound)
 
 
+@pytest.mark.parametrize("z", [3.0, 6.0, -7.0], ids=["strong", "saturated", "hardly any"])
+@pytest.mark.parametrize("bound", [-5.0, -5.9, None], ids=["bound -5", "bound -5.9", "softplus"])
+def test_one_decay_everywhere(bound: float | None, z: float) -> None:
+    """The slope of the gate is one number here, so that dz errs by as much as the gradient of g itself, which is a
+    difference of large sums where gates are saturated.  Rounding alone gives 2.5e-3 to 3.8e-3 (kda_rounding.py)."""
+    x = make("random", 200)
+    x |= {"z": torch.full_like(x["z"], z), "A_log": x["A_log"] * 0, "dt_bias": x["dt_bias"] * 0}
+    check(x, bound=bound)
+
+
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
+def test_later_tokens_do_not_reach_earlier_outputs(columns: int, bound: float | None) -> None:
+    """Bit for bit up to the 32-token half in which the change lies."""
+    x = make("random", 200)
+    o, _ = kda_triton(**x, bound=bound)
+    for border in (32, 64, 96, 128):
+        for name in ("q", "k", "v", "z", "beta"):
+            changed = {**x, name: x[name].clone()}
+            changed[name][:, border:] *= -3.0
+            other, _ = kda_triton(**changed, bound=bound)
+            assert torch.equal(o[:, :border], other[:, :border]), (border, name)
+            assert not torch.equal(o[:, border:], other[:, border:]), (border, name)
+
+
+def test_more_documents_times_heads_than_a_short_grid_takes() -> None:
+    """2,100 documents of one token and 64 heads: 134,400 states; a grid's second and third dimension end at 65,535."""
+    N, H = 2_100, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (1, N, H, 128)
+    x = {n: torch.randn(shape, device="cuda", generator=generator).bfloat16() for n in ("q", "k", "v", "z")}
+    x |= {"beta": x["q"][..., 0].contiguous()}
+    x |= {"A_log": torch.zeros(H, device="cuda"), "dt_bias": torch.zeros(H, 128, device="cuda")}
+
+    def run(first: int) -> list[Tensor]:
+        leaves = {n: (t[:, first:] if t.dim() > 2 else t).clone().requires_grad_() for n, t in x.items()}
+        cu = torch.arange(N - first + 1, dtype=torch.int32, device="cuda")
+        o, _ = kda_triton(**leaves, cu_seqlens=cu)
+        return [t[:, -3:] for t in (o, *torch.autograd.grad(o, list(leaves.values())[:5], torch.ones_like(o)))]
+
+    for a, b in zip(run(0), run(N - 3)):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
 @pytest.mark.parametrize("kind", ["random", "repeated keys, beta near 1"])
 def test_sums_err_as_rounding_predicts(bound: float | None, kind: str) -> None:
@@ -179,6 +222,19 @@ def test_plain_kernels_at_the_same_size(no_hopper: None, bound: float | None) ->
 @pytest.mark.parametrize("V", [16, 128, 256])
 def test_plain_kernels(K: int, V: int, dtype: torch.dtype) -> None:
     check(make("random", 130, dtype, K, V), 1e-2 if dtype == torch.bfloat16 else 5e-5, bound=-5.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("V", [32, 64])
+def test_sizes_between(K: int, V: int, dtype: torch.dtype) -> None:
+    check(make("random", 130, dtype, K, V), 1e-2 if dtype == torch.bfloat16 else 5e-5, bound=-5.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("K", "V"), [(16, 32), (32, 128), (64, 64), (128, 16), (256, 32)], ids=str)
+def test_sizes_without_a_bound(K: int, V: int, dtype: torch.dtype) -> None:
+    check(make("gates of any size", 130, dtype, K, V), 1e-2 if dtype == torch.bfloat16 else 1e-4, bound=None)
 
 
 @pytest.mark.parametrize("name", CASES)
