@@ -69,6 +69,8 @@ ARMS: dict[str, list[str]] = {
     "expert2_sized": ["parallel.expert=2", "parallel.expert_exchange=sized", "parallel.overlap_experts=true",
                       "train.cuda_graphs=none"],
     "expert2_slots": ["parallel.expert=2", "parallel.expert_exchange=slots", "parallel.overlap_experts=true"],
+    "expert2_reduced": ["parallel.expert=2", "parallel.expert_exchange=slots", "parallel.overlap_experts=true",
+                        "parallel.expert_capacity=1.15", "parallel.overlap_grad_reduce=true"],  # all in one graph
     "expert2_alone": ["parallel.expert=2", "parallel.expert_exchange=slots"],  # nothing beside the exchange
     "pipeline2": ["parallel.pipeline=2", "parallel.virtual=2", "train.cuda_graphs=none"],
     "pipeline2_even": ["parallel.pipeline=2", "parallel.virtual=2", EVEN, "train.cuda_graphs=none"],

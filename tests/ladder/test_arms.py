@@ -57,6 +57,15 @@ def test_an_ablation_is_the_sweep_of_its_experiment(kind: str) -> None:
     assert len(by_hand) == (kind == "optimizer")
 
 
+def test_the_ladder_is_one_sweep_of_its_experiment_over_the_tasks() -> None:
+    """The second job list is that of the hybrid, which is a pattern of layers and not a mixer."""
+    tasks = "data.corpus=" + ",".join(f'"{task}"' for name, task in arms.TRAINED.items() if name not in arms.LONGER)
+    swept = sweep.jobs(sweep.with_params(["experiment=ladder", tasks]))
+    swept += sweep.jobs(["experiment=ladder", tasks, "model.hybrid=3:1"])
+    listed = [compose(list(arm.overrides)) for arm in arms.recall(1) if arm.group not in arms.LONGER]
+    assert sorted(composing.dump(compose(job)) for job in swept) == sorted(map(composing.dump, listed))
+
+
 @pytest.mark.parametrize("comparison", arms.COMPARISONS)
 def test_every_arm_and_seed_is_there_once(comparison: str) -> None:
     keys = [arm.key for arm in arms.COMPARISONS[comparison](3)]

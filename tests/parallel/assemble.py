@@ -36,7 +36,7 @@ class RankSeen:
     gap: float
     biases: dict[int, np.ndarray]
     extra: dict[str, float] = field(default_factory=dict)
-    parameters: list[Piece] = field(default_factory=list)  # as the last step left them
+    parameters: list[Piece] = field(default_factory=list)  # as the step left them
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Seen:
     gap: float
     biases: dict[int, torch.Tensor]
     extra: dict[str, float] = field(default_factory=dict)
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # as the last step left them
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # as the step left them
 
 
 def assemble(ranks: list[list[RankSeen]]) -> list[Seen]:

@@ -34,10 +34,10 @@ def observed_steps(engine: MegatronEngine, steps: range, seed: int) -> list[Rank
         load = None if result.load is None else result.load.numpy()
         seen.append(
             RankSeen(
-                result.loss, result.tokens, result.grad_norm, load, captured[-1], selections, gap, biases, result.extra
+                result.loss, result.tokens, result.grad_norm, load, captured[-1], selections, gap, biases, result.extra,
+                pieces_of(engine, lambda p: p),
             )  # fmt: skip
         )
-    seen[-1].parameters = pieces_of(engine, lambda p: p)
     engine.optimizer.step = real_step
     engine.ctx.probe = None
     return seen

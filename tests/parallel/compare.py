@@ -1,4 +1,4 @@
-"""Two runs of the tiny model, step by step: selections, losses, norms, gradients, biases, and parameters at the end."""
+"""Two runs of the tiny model, step by step: selections, losses, norms, gradients, biases, and the updated parameters."""
 
 from __future__ import annotations
 

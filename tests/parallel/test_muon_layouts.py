@@ -1,7 +1,7 @@
 """Per-head Muon moves the weights alike under every layout: three steps in fp32, Newton-Schulz in fp32.
 
 The distributed optimizer is asked for, as by default: under Muon ranks keep whole states, and share the work instead.
-Every gradient of every step and every parameter after the third is compared, to 1e-5 of its own length.
+Every gradient and every parameter of every step is compared, to 1e-5 of its own length.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def test_the_update_is_that_of_one_process(world: int, sizes: dict[str, Any]) ->
 
 
 def test_every_matrix_and_its_gradient_are_compared() -> None:
-    first, *_, last = one_process(MUON)
-    assert first.gradients.keys() == last.parameters.keys()
-    assert {"layers.0.attention.q_proj.weight", "layers.1.moe.experts.w2", "lm_head.weight"} <= last.parameters.keys()
+    some = {"layers.0.attention.q_proj.weight", "layers.1.moe.experts.w2", "lm_head.weight"}
+    for step in one_process(MUON):
+        assert some <= step.gradients.keys() == step.parameters.keys()
 
 
 def test_another_update_shows_before_any_other_gradient() -> None:
