@@ -32,12 +32,9 @@ def observed_steps(engine: MegatronEngine, steps: range, seed: int) -> list[Rank
         selections = {n: [(start, experts.numpy()) for start, experts in parts] for n, parts in chosen.items()}
         biases = {r.layer: r.bias.clone().numpy() for r in gradients.routers(engine.models)}
         load = None if result.load is None else result.load.numpy()
-        seen.append(
-            RankSeen(
-                result.loss, result.tokens, result.grad_norm, load, captured[-1], selections, gap, biases, result.extra,
-                pieces_of(engine, lambda p: p),
-            )  # fmt: skip
-        )
+        numbers = (result.loss, result.tokens, result.grad_norm, load)
+        updated = pieces_of(engine, lambda p: p)
+        seen.append(RankSeen(*numbers, captured[-1], selections, gap, biases, result.extra, updated))
     engine.optimizer.step = real_step
     engine.ctx.probe = None
     return seen
