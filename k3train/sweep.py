@@ -23,9 +23,10 @@ PLACES = ("run.", "hydra.", "hydra/", "cluster.", "cluster=")
 def suffix(overrides: list[str]) -> str:
     """The sorted overrides of a job as a part of a folder name; "" where nothing is left to tell.
 
-    run, cluster and hydra overrides are left out: they say where a run goes, not what it is.
+    run, cluster and hydra overrides are left out: they say where a run goes, not what it is. The seed stays.
     """
-    kept = sorted(o.lstrip("+") for o in overrides if not o.lstrip("+").startswith(PLACES))
+    bare = sorted(o.lstrip("+") for o in overrides)
+    kept = [o for o in bare if not o.startswith(PLACES) or o.startswith("run.seed=")]
     text = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", ",".join(kept))
     if len(text) <= SUFFIX_LIMIT:
         return text

@@ -21,6 +21,7 @@ def test_where_a_run_goes_is_no_part_of_its_name() -> None:
         sweep.job_name("a", ["run.dir=/x", "hydra/launcher=basic", "run.name=a", "cluster=slurm", "cluster.nodes=2"])
         == "a"
     )
+    assert sweep.job_name("a", ["run.dir=/x", "run.seed=3"]) == "a-run.seed=3"
 
 
 def test_long_names_are_cut_and_stay_distinct() -> None:
@@ -43,6 +44,8 @@ def test_names_are_safe_folder_names() -> None:
         (["run.name=x,x"], True),
         (["train.steps=1,2", "run.name=x,y"], False),
         (["train.steps=range(1,4)"], False),
+        (["run.seed=1,2,3"], False),
+        (["experiment=ablation_latent", "run.seed=1,2,3"], False),
     ],
 )
 def test_equal_names_are_refused(overrides: list[str], equal: bool) -> None:
