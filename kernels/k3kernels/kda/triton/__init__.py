@@ -9,7 +9,10 @@
 | `vside.py` | products over value channels, dv, dbeta | chunks x value heads |
 | `kside.py` | dq, dk, dz and the parameters' partial sums | chunks x value heads x K slices |
 | `*_hopper.py` | the same in Gluon for K = V = 128, bf16, sm_90; `hopper.py` their instructions | |
-| `plan.py` | which kernels, tile sizes, segments | |
+| `plan.py` | which kernels, tile sizes, segments, slices | |
+| `stages.py` | launches of the chunk-parallel kernels, and the buffers between them | |
 | `passes.py` | the serial passes, whole or in segments | |
-| `api.py` | buffers, launches, autograd | |
+| `slices.py` | a long stream's serial passes beside its chunk-parallel kernels | |
+| `launch.py` | one launch, repeated without Triton's binding | |
+| `api.py` | autograd | |
 """
