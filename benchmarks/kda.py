@@ -20,7 +20,7 @@ the best ones are reused at the other shapes (fla keys them by the number of hea
 with Triton < 3.7.1 because of a miscompilation; it is timed with that guard lifted, its gradients may be wrong.
 
 --split adds, for our rows, the time on the device alone (device_time.py), what the host needs to queue a step, and the
-time of every kernel.
+time of every kernel.  --errors prints at the end how far ours and fla (both bounded) are from fp64 (kda_errors.py).
 """
 
 import argparse
@@ -38,6 +38,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from device_time import device_ms, host_ms, kernel_ms, median
+from kda_errors import PARTS, errors, print_errors
 
 from k3kernels.kda import kda
 from k3kernels.kda.triton import launch, plan
@@ -52,7 +53,6 @@ SHAPES = {
     "1, 32768, 32": (1, 32768, 32, None),
 }
 BYTES, FLOP = 3590, 525e3
-PARTS = ("q", "k", "v", "z", "beta", "A_log", "dt_bias")
 
 
 def tune_in_parallel() -> None:
@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rep", type=int, default=60, help="milliseconds of repeats in a round")
     parser.add_argument("--split", action="store_true", help="also device time, host time and time per kernel of ours")
+    parser.add_argument("--errors", action="store_true", help="at the end the errors of ours and fla to fp64")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -242,11 +243,11 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
         f"copy {bandwidth:.0f} GB/s, matrix product {rate:.0f} TFLOP/s"
     )
+    results = {}
     print(
         f"{'B, T, H':18} {'provider':19} {'fwd ms':>8} {'bwd ms':>8} {'f+b ms':>8} {'floor':>6} {'peak GiB':>8} "
         f"{'GB/s':>6} {'TFLOP/s':>7} {'fla/this':>8}"
     )
-    results = {}
     for index in options.shapes.split(","):
         shape = list(SHAPES)[int(index)]
         B, T, H, _ = SHAPES[shape]
@@ -272,6 +273,8 @@ def main() -> None:
                     flush=True,
                 )
         torch.cuda.empty_cache()
+    if options.errors:  # last, for fla keeps the configurations of the shape that it meets first
+        print_errors(errors({name: call for name, call in calls.items() if name in ("ours", "fla")}, "cuda"))
     if options.json:
         options.json.write_text(json.dumps({"copy_gbs": bandwidth, "tflops": rate, "rows": results}, indent=1))
 
