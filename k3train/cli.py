@@ -111,7 +111,7 @@ def run_composed(name: str, rest: list[str]) -> int | None:
 def start(name: str, config: Config, overrides: list[str], *, fresh: bool = False) -> int | None:
     """Run a verb here or in local ranks; `fresh` keeps it out of this process, which has other jobs to run."""
     from k3train.config import checks
-    from k3train.config.compose import check_run_folder
+    from k3train.config.compose import check_run_folder, claim_run_folder
 
     place = launch.find_place()
     world = 1
@@ -120,6 +120,8 @@ def start(name: str, config: Config, overrides: list[str], *, fresh: bool = Fals
             check_run_folder(config)
         config = with_proposed_layout(config, place.world if place else None)
         world = checks.ranks(config, place.world if place else None)
+        if name == "train":
+            claim_run_folder(config)
     if place is None and world > 1:
         launch.refuse_login_node(name, world, overrides)
         print(f"{world} local processes", flush=True)

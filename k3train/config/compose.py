@@ -21,7 +21,7 @@ from k3train.config import checks
 from k3train.config.keys import all_keys, choice_error, did_you_mean
 from k3train.config.overrides import check_overrides
 from k3train.config.schema import CHOICES, Config
-from k3train.errors import ConfigError
+from k3train.errors import ConfigError, EnvironmentError_
 
 PRIMARY = "k3train"
 
@@ -200,6 +200,36 @@ def check_run_folder(config: Config) -> Config | None:
             f"type run.name=OTHER to start another run, or go on with the saved one: {back}"
         )
     return saved
+
+
+def claim_run_folder(config: Config) -> Path:
+    """Make the run folder and try to write there and beside its checkpoints, before anything takes time.
+
+    Tried and not asked: permissions say nothing of full disks, quotas and other users' servers. Raises
+    EnvironmentError_ where a file cannot be written.
+    """
+    folder = Path(config.run.dir) / config.run.name
+    for inner in ("", "checkpoints", "logs"):
+        place = folder / inner
+        try:
+            if inner and not place.exists():
+                continue
+            if not place.exists():
+                place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place, prefix=".writing-") as file:
+                file.write(bytes(4096))
+                file.flush()
+        except OSError as error:
+            raise unwritable(config, place, error) from error
+    return folder
+
+
+def unwritable(config: Config, place: Path, error: OSError) -> EnvironmentError_:
+    """The error of a run folder, or a folder in it, that refuses files."""
+    return EnvironmentError_(
+        f"run.dir={config.run.dir}: {place} cannot be written ({error.strerror or error}); make room or allow writing "
+        "there, or type run.dir=ELSEWHERE"
+    )
 
 
 def _show(value: Any) -> str:

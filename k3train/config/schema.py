@@ -206,7 +206,9 @@ class CheckpointConfig:
     keep_every: int | None = None
     async_save: bool = False
     resume: bool = True
-    load: str | None = None  # another run's folder or checkpoint to start from (weights and optimizer)
+    # another run's folder or checkpoint to start from (weights and optimizer); a run that has a whole checkpoint of its
+    # own goes on from that one and says so, so that a job started again by the same command loses nothing
+    load: str | None = None
     load_optimizer: bool = True
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from k3train import platform
 from k3train.config.schema import Config
-from k3train.errors import EnvironmentError_
 
 
 def run_training(config: Config) -> int:
@@ -76,6 +75,8 @@ class _Run:
 
         config = self.config
         saved = compose.check_run_folder(config)
+        if self.is_main:
+            compose.claim_run_folder(config)
         sizes = layouts.sizes_from_config(config.parallel, self.place.world)
         layout = layouts.initialize(sizes)
         self.say(f"run: {self.folder} ({self.place.describe()}, layout {sizes.describe()}, {self._where()})")
@@ -98,15 +99,11 @@ class _Run:
         from k3train.config import compose
 
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             compose.save_resolved(self.config, self.folder / "config.yaml")
             if tokenizer is not None:
                 shutil.copyfile(tokenizer, self.folder / "tokenizer.json")
         except OSError as error:
-            raise EnvironmentError_(
-                f"{self.folder} cannot be written ({error.strerror or error}); make room or allow writing there, or "
-                "type run.dir=ELSEWHERE"
-            ) from error
+            raise compose.unwritable(self.config, self.folder, error) from error
 
     def _where(self) -> str:
         import torch
@@ -197,7 +194,10 @@ class _Run:
         return Trainer(config, engine, data.train, state, callbacks, is_main=self.is_main, say=self.say)
 
     def _resume(self, engine: Any) -> tuple[Any, bool]:
-        """The state of the newest good checkpoint of this run, or of `checkpoint.load`, or a new one."""
+        """The state of the newest good checkpoint of this run, or of `checkpoint.load`, or a new one.
+
+        A run's own checkpoint goes first: a requeued job is started by the command that names `checkpoint.load`.
+        """
         import torch.distributed as dist
 
         from k3train.train import checkpoint as disk
@@ -218,10 +218,17 @@ class _Run:
         path, optimizer, same_run = choice[0]
         loaded = RunState.from_dict(engine.load(Path(path), optimizer=optimizer))
         if not same_run:
-            self.say(f"starting from the weights of {path}")
+            how = f"checkpoint.load, {'with' if optimizer else 'without'} the optimizer's state"
+            why = "this run has no whole checkpoint of its own" if config.resume else "checkpoint.resume=false"
+            self.say(f"starting from the weights of {path} ({how}): {why}")
             return RunState(), False
         done = loaded.step >= self.config.train.steps
         self.say(f"resuming {path} after step {loaded.step}" + (": all steps are done" if done else ""))
+        if config.load is not None:
+            self.say(
+                f"checkpoint.load={config.load} is not used: the run goes on from its own newest checkpoint, as a requeued "
+                "job must; run.name=OTHER starts another run from it"
+            )
         loaded.restarts += not done
         return loaded, True
 

@@ -101,6 +101,14 @@ def test_another_model_in_the_run_folder_is_refused_before_ranks_start(fake: Any
     assert fake.seen() == []
 
 
+def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_start(fake: Any) -> None:
+    (fake.folder / "notes.txt").touch()
+    done = fake.run("train", *TWO, "run.dir=notes.txt/runs")
+    assert done.returncode == launch.EXIT_USER and done.stderr.count("\n") == 1
+    assert "run.dir=notes.txt/runs: notes.txt/runs/k3_tiny cannot be written" in done.stderr
+    assert fake.seen() == []
+
+
 def test_a_login_node_is_refused_with_the_submit_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)

@@ -8,9 +8,17 @@ import pytest
 import yaml
 
 from k3train.config import compose as composing
-from k3train.config.compose import adopt_model, check_run_folder, compose, diff, load_resolved, save_resolved
+from k3train.config.compose import (
+    adopt_model,
+    check_run_folder,
+    claim_run_folder,
+    compose,
+    diff,
+    load_resolved,
+    save_resolved,
+)
 from k3train.config.schema import Config, expand_pattern
-from k3train.errors import ConfigError, DataError
+from k3train.errors import ConfigError, DataError, EnvironmentError_
 
 
 def test_defaults_are_the_tiny_model_named_by_itself() -> None:
@@ -100,6 +108,23 @@ def test_run_folder_with_another_model_is_refused_with_the_difference(tmp_path: 
     assert "model.kda.decay_bound: saved -5.0, asked null" in str(caught.value)
     assert "run.name=OTHER" in str(caught.value)
     assert check_run_folder(compose([*place, "run.name=fresh"])) is None
+
+
+def test_a_claimed_run_folder_is_there_and_empty(tmp_path: Path) -> None:
+    folder = claim_run_folder(compose([f"run.dir={tmp_path}/new/runs"]))
+    assert folder == tmp_path / "new/runs/k3_tiny" and list(folder.iterdir()) == []
+    assert claim_run_folder(compose([f"run.dir={tmp_path}/new/runs"])) == folder
+
+
+@pytest.mark.parametrize("file", ["runs", "runs/k3_tiny", "runs/k3_tiny/checkpoints", "runs/k3_tiny/logs"])
+def test_a_run_folder_that_takes_no_files_is_refused_with_what_to_type(file: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    place = tmp_path / file if file.startswith("runs/") else tmp_path / "runs/k3_tiny"
+    with pytest.raises(EnvironmentError_) as caught:
+        claim_run_folder(compose([f"run.dir={tmp_path}/runs"]))
+    assert f"run.dir={tmp_path}/runs: {place} cannot be written (Not a directory)" in str(caught.value)
+    assert "type run.dir=ELSEWHERE" in str(caught.value)
 
 
 def test_a_run_goes_on_with_its_saved_model_unless_one_is_typed(tmp_path: Path) -> None:

@@ -66,6 +66,31 @@ def test_the_resumed_run_says_so_and_stops_are_announced(runs: tuple[Path, str, 
     assert "resuming" in second and "after step 5" in second
 
 
+def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoint_and_says_so(
+    runs: tuple[Path, str, str],
+) -> None:
+    folder, _, _ = runs
+    command = ("begun", f"checkpoint.load={folder}/straight", "checkpoint.load_optimizer=false")
+    first = train(folder, *command, "train.stop_after=2")
+    weights = f"starting from the weights of {folder}/straight/checkpoints/step-00000010"
+    assert f"{weights} (checkpoint.load, without the optimizer's state): this run has no whole checkpoint" in first
+    assert "is not used" not in first and [s for s, _, _ in losses(folder / "begun")] == [1, 2]
+    again = train(folder, *command, "train.stop_after=3")
+    assert f"resuming {folder}/begun/checkpoints/step-00000002 after step 2" in again
+    assert f"checkpoint.load={folder}/straight is not used: the run goes on from its own newest checkpoint" in again
+    assert "starting from the weights" not in again and [s for s, _, _ in losses(folder / "begun")] == [1, 2, 3]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_tokenised(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    wrong, cache = tmp_path / "notes.txt/runs", tmp_path / "cache"
+    job = warm.start(tmp_path, "run", f"run.dir={wrong}", f"data.cache={cache}")
+    assert job.wait() == [2], job.output()
+    assert f"run.dir={wrong}: {wrong}/run cannot be written (Not a directory)" in job.output()
+    assert "type run.dir=ELSEWHERE" in job.output() and "Traceback" not in job.output()
+    assert "data:" not in job.output() and not cache.exists()
+
+
 def test_a_damaged_checkpoint_is_walked_past_with_a_clear_line(runs: tuple[Path, str, str]) -> None:
     folder, _, _ = runs
     root = folder / "halves" / "checkpoints"
