@@ -1,8 +1,10 @@
 """The DeepSpeed engine: ZeRO-1, 2 and 3 over data-parallel ranks, with or without optimizer state in CPU memory.
 
 It trains the same modules as the megatron engine, uncut. DeepSpeed sees a torch model whose parameters have two dtypes
-(bf16, and fp32 where K3 keeps fp32) and a torch optimizer; the loss handed to its backward is divided by the tokens of
-the whole global batch, so that what it averages over ranks and adds up over micro-batches is the gradient of the mean.
+(bf16, and fp32 where K3 keeps fp32) and a torch optimizer. What it averages over ranks and adds up over micro-batches
+must become the gradient of the mean over the tokens of the whole global batch: the loss handed to its backward is scaled
+by the power of two nearest to that, which moves no bit of a bf16 gradient, and the rest is its loss scale, divided out of
+the fp32 sums together with clipping.
 """
 
 from __future__ import annotations
@@ -260,18 +262,21 @@ class DeepSpeedEngine:
         tokens = int(self._pool(counted.sum()))
         # DeepSpeed averages gradients over ranks; the mean wanted is over tokens
         weight = self.layout.sizes.data / max(tokens, 1)
-        self._scale_auxiliary_loss(weight)
+        power = 2.0 ** round(math.log2(weight))
+        self._scale_auxiliary_loss(power)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, batch in enumerate(taken):
             self.engine.set_gradient_accumulation_boundary(i == micro_batches - 1)
             loss = self._loss_sum(batch)
             total += loss.detach().double()
-            self.engine.backward(loss * weight)
+            self.engine.backward(loss * power)
         result = StepResult(float(self._pool(total)) / max(tokens, 1), tokens)
         for group in self.optimizer.optimizer.param_groups:
             group["lr"] = lr
         self.gate.limit = max_grad_norm if math.isfinite(result.loss) else -math.inf
+        self.gate.scale = self.optimizer.loss_scale = power / weight
         self.engine.step()
+        self.optimizer.loss_scale = 1.0  # or the next backward would multiply by it
         result.grad_norm = self.gate.norm
         if self.gate.refused:
             result.skipped = True

@@ -28,6 +28,14 @@ def test_losses_and_norms_are_the_megatron_engines(world: int) -> None:
             assert max(steps) <= 1e-4, (stage, steps)
 
 
+@pytest.mark.parametrize("world", [1, 2], ids=["one rank", "two ranks"])
+def test_losses_and_norms_are_the_megatron_engines_in_bf16(world: int) -> None:
+    """1e-6, a thousandth of what one rounding to bf16 moves: sums are fp32, and no scale rounds a gradient anew."""
+    half = {"train.precision": "bf16"}
+    for seen in pool(world).run(CASES + "compare", stages=STAGES, steps=4, overrides=half, timeout=200):
+        assert all(max(steps) <= 1e-6 for steps in seen.values()), seen
+
+
 def test_every_parameters_gradient_is_the_megatron_engines() -> None:
     (seen,) = pool(1).run(CASES + "gradient_distances", stages=STAGES, timeout=100)
     for stage, worst in seen.items():

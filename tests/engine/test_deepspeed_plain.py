@@ -63,16 +63,18 @@ class FakeZero:
         return torch.tensor(self.norm)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.25, 0.75])
 @pytest.mark.parametrize(
     ("norm", "limit", "refused"), [(2.0, 3.0, False), (4.0, 3.0, True), (math.inf, math.inf, True)]
 )
-def test_a_refused_norm_is_shown_to_zero_as_infinite(norm: float, limit: float, refused: bool) -> None:
-    zero: Any = FakeZero(norm)
+def test_a_refused_norm_is_shown_to_zero_as_infinite(norm: float, limit: float, refused: bool, scale: float) -> None:
+    """The norm is judged and kept without the scale; what passes is shown as ZeRO measured it, which divides by it."""
+    zero: Any = FakeZero(norm * scale)
     gate = NormGate(zero, stage=2)
-    gate.limit = limit
+    gate.limit, gate.scale = limit, scale
     shown = float(zero.scaled_global_norm())
     assert (gate.norm, gate.refused) == (norm, refused)
-    assert shown == (math.inf if refused else norm) and zero.check_grad_overflow
+    assert shown == (math.inf if refused else norm * scale) and zero.check_grad_overflow
 
 
 def write(folder: Path, tensors: dict[str, dict[str, torch.Tensor]]) -> None:

@@ -71,7 +71,7 @@ def test_the_tiny_model_caches_its_three_full_layers() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_continues_a_run_its_exported_folder_and_its_packed_experts(tmp_path: Path) -> None:
+def test_a_gpu_continues_and_evaluates_a_run_its_exported_folder_and_its_packed_experts(tmp_path: Path) -> None:
     """Trained, exported and quantised without the GPU; more tokens than are decoded before a step is captured."""
     where, folder = [f"run.dir={tmp_path}", "run.name=small"], tmp_path / "small"
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "4"}
@@ -82,5 +82,8 @@ def test_a_gpu_continues_a_run_its_exported_folder_and_its_packed_experts(tmp_pa
     wanted = ["prompt=import", "max_tokens=24"]
     both = [started("generate", f"source={source}", *wanted) for source in (folder, folder / "hf")]
     assert said(quantizing)
-    texts = [*map(said, both), k3train("generate", f"source={folder / 'hf-mxfp4'}", *wanted)]
+    packed = f"source={folder / 'hf-mxfp4'}"
+    evaluating = [started("evaluate", source, "samples=4") for source in (f"source={folder}", packed)]
+    texts = [*map(said, both), k3train("generate", packed, *wanted)]
     assert all(text.startswith("import") and len(text) > len("import\n") for text in texts), texts
+    assert all("bits per byte" in text for text in map(said, evaluating))

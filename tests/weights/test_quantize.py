@@ -35,10 +35,10 @@ from tests.weights.helpers import (
 CPU = torch.device("cpu")
 
 
-def quantise(source: Path, output: Path, *, world: int = 1, **plan) -> QuantisedFolder:
+def quantise(source: Path, output: Path, *, world: int = 1, device: torch.device = CPU, **plan) -> QuantisedFolder:
     for rank in reversed(range(world)):
         folder = QuantisedFolder(HFFolder(source), output, Plan(**plan), rank=rank, world=world)
-        round_folder(folder, CPU)
+        round_folder(folder, device)
         folder.finish()
     return folder
 
@@ -112,6 +112,16 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path, trained, world)
     quantise(trained, tmp_path / "many", shard_bytes=30_000, world=world)
     assert hashes(tmp_path / "one") == hashes(tmp_path / "many")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) > world
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", ["even", "mse"])
+def test_a_gpu_writes_the_bytes_of_a_cpu(tmp_path, trained, scales):
+    quantise(trained, tmp_path / "cpu", scales=scales)
+    quantise(trained, tmp_path / "gpu", scales=scales, device=torch.device("cuda"))
+    cpu, gpu = hashes(tmp_path / "cpu"), hashes(tmp_path / "gpu")
+    assert cpu.keys() == gpu.keys()
+    assert [name for name in cpu if cpu[name] != gpu[name] and name != REPORT] == []  # its sums are rounded otherwise
 
 
 def test_an_interrupted_quantisation_goes_on_and_ends_with_the_same_bytes_and_report(tmp_path, trained):
