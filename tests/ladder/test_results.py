@@ -34,6 +34,12 @@ def test_the_page_shows_every_picture() -> None:
     assert shown == {path.name for path in FOLDER.glob("*.png")}
 
 
+def test_the_page_names_experiments_that_exist() -> None:
+    named = set(re.findall(r"experiment=(\w+)", (ROOT / "docs" / "results.md").read_text()))
+    assert {f"ablation_{kind}" for kind in arms.ABLATIONS} <= named
+    assert [name for name in named if not (ROOT / "conf" / "experiment" / f"{name}.yaml").is_file()] == []
+
+
 @pytest.mark.parametrize("name", arms.COMPARISONS)
 def test_records_are_of_arms_as_they_are_now(name: str) -> None:
     now = {arm.key for arm in arms.COMPARISONS[name](3)}
