@@ -292,7 +292,7 @@ def run_arm(
         with profiling.traced(path):
             step()
         whole = profiling.read_trace(path)
-        found["idle"] = whole.idle
+        found["idle"], found["gaps"] = whole.idle, whole.waited_for()
         found["busy_ms"], found["wall_ms"], found["kernels"] = whole.busy, whole.wall, whole.launches
         path.unlink()
     if split and not hasattr(engine, "shape"):  # parts are those of our model
@@ -361,7 +361,7 @@ def show(found: dict[str, Any]) -> str:
     if "idle" in found:
         lines += [
             f"GPU idle inside a step: {found['idle']:.1%} ({found['kernels']} kernels, traced)",
-            *(found[key] for key in ("split_table", "top") if key in found),
+            *(found[key] for key in ("gaps", "split_table", "top") if found.get(key)),
         ]  # fmt: skip
     for key in ("syncs", "syncs_eager"):
         if key in found:

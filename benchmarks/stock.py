@@ -15,6 +15,7 @@ is one document (sbhd layout). Steps are launched from Python: megatron cannot c
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,6 +148,12 @@ def build(shape: Shape, layout: Any, device: torch.device, *, length: int, recom
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     cuda = device.type == "cuda"
+    for name in (
+        "NVTE_FLASH_ATTN",
+        "NVTE_FUSED_ATTN",
+        "NVTE_UNFUSED_ATTN",
+    ):  # ours sets one; megatron chooses by itself
+        os.environ.pop(name, None)
     dtype = torch.bfloat16 if cuda else torch.float32
     multi_latent_attention._prepare_mla_core_attention_value = lambda _, query, value, packed: (value, False, 0, 0)
     model_parallel_cuda_manual_seed(1234)

@@ -112,6 +112,8 @@ class Split:
     matmul: dict[str, float] = field(default_factory=dict)
     kernels: dict[tuple[str, str], float] = field(default_factory=dict)
     launches: int = 0
+    gaps: dict[str, float] = field(default_factory=dict)
+    """Milliseconds without a kernel, by what the host did in the middle of each stretch."""
 
     @property
     def idle(self) -> float:
@@ -130,6 +132,11 @@ class Split:
         """The longest kernels by part and name."""
         rows = sorted(self.kernels.items(), key=lambda item: -item[1])[:count]
         return "\n".join(f"{value:8.2f} ms  {name:<26} {kernel[:110]}" for (name, kernel), value in rows)
+
+    def waited_for(self, count: int = 12) -> str:
+        """What the host did while the device had nothing to do, longest first."""
+        rows = sorted(self.gaps.items(), key=lambda item: -item[1])[:count]
+        return "\n".join(f"{value:8.2f} ms idle during {name[:110]}" for name, value in rows)
 
 
 class _Ranges:
@@ -206,7 +213,24 @@ def read_trace(path: Path) -> Split:
                 outer[tid] = end
     split.launches = len(spans)
     split.busy, split.wall = _union(spans)
+    if work:
+        _name_gaps(split, spans, [e for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")])
     return split
+
+
+def _name_gaps(split: Split, spans: list[tuple[float, float]], host: list[dict[str, Any]]) -> None:
+    """Give each stretch between kernels to the host's operation around its middle that began last, on any thread."""
+    by_thread: dict[Any, list[tuple[float, float, Any]]] = defaultdict(list)
+    for e in host:
+        by_thread[e["tid"]].append((e["ts"], e["ts"] + e["dur"], (e["ts"], e["name"])))
+    threads = [_Ranges(ranges) for ranges in by_thread.values()]
+    reach = min((begin for begin, _ in spans), default=0.0)
+    for begin, end in sorted(spans):
+        if begin > reach:
+            around = [found for thread in threads if (found := thread.at((reach + begin) / 2)) is not None]
+            name = max(around)[1] if around else "Python between operations"
+            split.gaps[name] = split.gaps.get(name, 0.0) + (begin - reach) / 1e3
+        reach = max(reach, end)
 
 
 def _count(split: Split, label: str, name: str, microseconds: float) -> None:

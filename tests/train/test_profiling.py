@@ -70,3 +70,23 @@ def test_nothing_of_the_ranges_stays_behind(traced: tuple[Path, list[str]], one_
         assert gradients.balance is not before
     assert gradients.balance is before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in engine.models[0].modules())
+
+
+def test_idle_stretches_are_told_by_what_the_host_did_meanwhile(tmp_path: Path) -> None:
+    def event(kind: str, name: str, begin: float, end: float, thread: int, **args: int) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": end - begin, "tid": thread, "args": args}
+
+    events = [
+        event("kernel", "first", 0, 100, 7, correlation=1),
+        event("kernel", "beside it", 50, 120, 8, correlation=2),
+        event("kernel", "second", 1120, 1200, 7, correlation=3),
+        event("kernel", "third", 1300, 1400, 7, correlation=4),
+        event("cpu_op", "attention", 10, 1110, 1),
+        event("cuda_runtime", "cudaMalloc", 400, 900, 1),
+        event("cpu_op", "an older one of another thread", 0, 1150, 2),
+    ]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    split = profiling.read_trace(tmp_path / "trace.json")
+    assert split.gaps == {"cudaMalloc": 1.0, "Python between operations": 0.1}
+    assert split.waited_for().splitlines()[0].split() == ["1.00", "ms", "idle", "during", "cudaMalloc"]
+    assert split.idle == pytest.approx(1.1 / 1.4)

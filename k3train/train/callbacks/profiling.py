@@ -56,6 +56,6 @@ class Profiling(Callback):
             torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         split = profiling.read_trace(self.folder / "trace.json")
-        text = f"{split.table()}\n\n{split.top()}\n"
+        text = "\n\n".join(part for part in (split.table(), split.waited_for(), split.top()) if part) + "\n"
         (self.folder / "split.txt").write_text(text)
         trainer.say(f"steps {self.first} to {self.stop - 1} are traced in {self.folder}\n{split.table()}")
