@@ -4,8 +4,7 @@
     pip install fla-core==0.6.0 && python benchmarks/kda.py --json kda.json
 
 Providers: `ours` (bound -5), `ours softplus` (unbounded gate), `ours 4 slices` and the like (a long stream's serial passes
-beside its chunk-parallel kernels; `ours 4 slices apart`: backward beside the K side alone; only when named: slices.py),
-`ours bound` (Triton binds the arguments of every launch;
+beside its chunk-parallel kernels; only when named: slices.py), `ours bound` (Triton binds the arguments of every launch;
 only when named, alone),
 `fla` (chunk_kda with safe_gate and lower_bound -5,
 its tensor-core path), `gdn` (fla's gated delta rule: scalar decay, less work). Protocol: all providers are warmed up
@@ -98,16 +97,15 @@ def providers() -> dict[str, Callable[[dict[str, Tensor], Tensor | None], tuple[
 
         return call
 
-    def sliced(slices: int, apart: bool) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+    def sliced(slices: int) -> Callable[..., tuple[Tensor, list[Tensor]]]:
         plain = ours(-5.0)
 
         def call(x: dict[str, Tensor], cu: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-            before = plan.slice_stream, plan.APART
-            plan.slice_stream, plan.APART = lambda *_: slices, apart
+            at_most, plan.slice_stream = plan.slice_stream, lambda *_: slices
             try:
                 return plain(x, cu)  # the backward pass goes by the forward's
             finally:
-                plan.slice_stream, plan.APART = before
+                plan.slice_stream = at_most
 
         return call
 
@@ -117,8 +115,7 @@ def providers() -> dict[str, Callable[[dict[str, Tensor], Tensor | None], tuple[
 
     found = {"ours": ours(-5.0), "ours softplus": ours(None)}
     found["ours bound"] = bound  # every argument of every launch bound by Triton
-    for n in (1, 2, 3, 4, 6, 8):
-        found |= {f"ours {n} slices": sliced(n, False), f"ours {n} slices apart": sliced(n, True)}
+    found |= {f"ours {n} slices": sliced(n) for n in (1, 2, 3, 4, 6, 8)}
     try:
         from fla.ops.kda import chunk_kda
     except ImportError:
@@ -245,7 +242,7 @@ def main() -> None:
     )
     results = {}
     print(
-        f"{'B, T, H':18} {'provider':19} {'fwd ms':>8} {'bwd ms':>8} {'f+b ms':>8} {'floor':>6} {'peak GiB':>8} "
+        f"{'B, T, H':18} {'provider':14} {'fwd ms':>8} {'bwd ms':>8} {'f+b ms':>8} {'floor':>6} {'peak GiB':>8} "
         f"{'GB/s':>6} {'TFLOP/s':>7} {'fla/this':>8}"
     )
     for index in options.shapes.split(","):
@@ -255,12 +252,12 @@ def main() -> None:
         for name in calls if options.providers else ("ours", "ours softplus", "fla", "gdn"):
             row = rows.get(name)
             if row is None:
-                print(f"{shape:18} {name:19} not run")
+                print(f"{shape:18} {name:14} not run")
                 continue
             n, total = B * T * H, row["f+b"]
             ratio = f"{rows['fla']['f+b'] / total:8.2f}" if "fla" in rows else f"{'-':>8}"
             print(
-                f"{shape:18} {name:19} {row['fwd']:8.3f} {total - row['fwd']:8.3f} {total:8.3f} "
+                f"{shape:18} {name:14} {row['fwd']:8.3f} {total - row['fwd']:8.3f} {total:8.3f} "
                 f"{n * BYTES / bandwidth / 1e6:6.2f} {row['peak_gib']:8.2f} {n * BYTES / total / 1e6:6.0f} "
                 f"{n * FLOP / total / 1e9:7.1f} {ratio}",
                 flush=True,

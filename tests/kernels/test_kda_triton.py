@@ -138,10 +138,8 @@ def test_stream_cut_into_segments(segments: int, T: int, monkeypatch: pytest.Mon
     check(inputs, bound=-5.0)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["beside both sides", "beside the K side"])
 @pytest.mark.parametrize("T", [100, 130], ids=["two slices", "three slices, the last one short"])
-def test_slices_of_a_stream_give_the_bits_of_the_whole(T: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "APART", apart)
+def test_slices_of_a_stream_give_the_bits_of_the_whole(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = {name: x.to(DEVICE, torch.float32) for name, x in kda_inputs(T=T, H=1, HV=2).items()}
     whole, names = outputs_and_gradients(kda_triton, inputs, None, bound=-5.0)
     monkeypatch.setattr(plan, "slice_stream", lambda *_: 3)

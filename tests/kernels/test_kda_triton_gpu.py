@@ -186,13 +186,9 @@ def test_explicit_layouts_in_segments(columns: int, bound: float | None, monkeyp
     check(make("open gates", 500), room=2.0, bound=bound)  # starts of segments are found by products with transitions
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["beside both sides", "beside the K side"])
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bound -5", "softplus"])
-def test_slices_of_a_stream_give_the_bits_of_the_whole(
-    bound: float | None, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_of_a_stream_give_the_bits_of_the_whole(bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a graph; long enough for serial and chunk-parallel kernels to be under way together."""
-    monkeypatch.setattr(plan, "APART", apart)
     x = make("open gates", 8_001, H=16)
     whole, names = outputs_and_gradients(kda_triton, x, None, bound=bound)
     monkeypatch.setattr(plan, "slice_stream", lambda *_: 4)

@@ -47,7 +47,6 @@ def split_stream(chunks: int, programs: int, processors: int) -> int:
 
 
 SLICES = 4  # of a long stream at most: 8 were no faster at 65,536 tokens of 32 heads
-APART = False  # in slices, backward: serial passes beside the K side alone (slices.py)
 
 
 def slice_stream(chunks: int, programs: int, processors: int) -> int:
@@ -98,7 +97,6 @@ class Problem:
     config: Config
     segments: int
     slices: int
-    apart: bool = False
 
     @property
     def tiles(self) -> int:
@@ -142,4 +140,4 @@ def plan(
     programs = HV * (V // c.state_bv)
     segments = split_stream(nt, programs, processors) if single else 1
     slices = slice_stream(nt, programs, processors) if B == 1 and cu_seqlens is None and segments == 1 else 1
-    return Problem(B, T, H, HV, K, V, n, nt, nc, bound, scale, table, doc, q.dtype, c, segments, slices, APART)
+    return Problem(B, T, H, HV, K, V, n, nt, nc, bound, scale, table, doc, q.dtype, c, segments, slices)

@@ -5,8 +5,7 @@ slice's serial pass starts from the state that the pass before left in fp32, so 
 
 The serial passes have a stream of high priority.  A program of theirs needs most of a multiprocessor's shared memory, which
 running chunk programs would never free together; so each step is arranged to start on an empty device, where the
-serial programs are placed first: forward, a slice's preparation waits for the state of the slice two before.  Backward, the
-V side moves bytes as fast as they come; with `plan.APART` a serial pass therefore goes beside the K side alone.
+serial programs are placed first: forward, a slice's preparation waits for the state of the slice two before.
 """
 
 from collections.abc import Callable, Iterator
@@ -108,16 +107,11 @@ def backward(
     for i in reversed(range(n)):
         part, rows, chunks, tiles = parts[i]
         waits = ended
-        if i > 0 and not p.apart:
+        if i > 0:
             with lanes.beside(wait=False):
                 ended = reverse(i - 1)
         waits()
         a, b = x.part(rows), s.part(tiles)
         products = vside(part, a, o[:, rows], do[:, rows], b, dS[tiles], Y[tiles], dv[:, rows], db[:, rows])
-        if i > 0 and p.apart:
-            with lanes.beside():
-                placed = lanes.mark()
-                ended = reverse(i - 1)
-            placed()  # the serial programs come first, as the K side's would fill the device
         kside(part, a, b, products, out.part(rows, chunks))
     return out, starts[0]
