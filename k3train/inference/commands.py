@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from k3train.config.schema import Config
@@ -32,27 +33,33 @@ def generate(config: Config) -> int:
     ids = [tokenizer.encode(p).ids for p in prompts]
     written: list[list[int]] = [[] for _ in prompts]
     streaming = wanted.stream and len(prompts) == 1
+    rows = run(decoder, ids, wanted.max_tokens, sampling, eos=opened.tokens.eos, prefill_chunk=wanted.prefill_chunk)
     if streaming:
         print(prompts[0], end="", flush=True)
-    shown = ""
-    for row in run(
-        decoder, ids, wanted.max_tokens, sampling, eos=opened.tokens.eos, prefill_chunk=wanted.prefill_chunk
-    ):
+        for piece in pieces(tokenizer.decode, (row[0] for row in rows if row[0] not in (None, opened.tokens.eos))):
+            print(piece, end="", flush=True)
+        print()
+        return 0
+    for row in rows:
         for b, token in enumerate(row):
             if token is not None and token != opened.tokens.eos:
                 written[b].append(token)
-        if streaming:
-            text = tokenizer.decode(written[0])
-            whole = text[:-1] if text.endswith("\ufffd") else text  # half a character waits for its other half
-            print(whole[len(shown) :], end="", flush=True)
-            shown = whole
-    if streaming:
-        print()
-        return 0
     for prompt, tokens in zip(prompts, written):
         print(prompt + tokenizer.decode(tokens))
         print("-" * 40)
     return 0
+
+
+def pieces(decode: Callable[[list[int]], str], tokens: Iterable[int]) -> Iterator[str]:
+    """What each token adds to the text, as it comes: half a character waits for its other half."""
+    taken: list[int] = []
+    shown = ""
+    for token in tokens:
+        taken.append(token)
+        text = decode(taken)
+        whole = text[:-1] if text.endswith("\ufffd") else text
+        yield whole[len(shown) :]
+        shown = whole
 
 
 def _aside(message: str) -> None:

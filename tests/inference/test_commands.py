@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from k3train.inference.cache import bytes_per_token
+from k3train.inference.commands import pieces
 
 
 def started(*words: str, **env: str) -> subprocess.Popen[str]:
@@ -54,6 +56,19 @@ def test_generate_takes_a_file_of_prompts(run: list[str], tmp_path: Path) -> Non
         "generate", *run, f"generate.prompts_file={prompts}", "generate.max_tokens=3", "generate.temperature=1.0"
     )
     assert out.count("-" * 40) == 2 and "def f" in out and "class G(" in out
+
+
+def test_text_streams_token_by_token_and_never_by_half_a_character() -> None:
+    given, known = [], []
+
+    def tokens() -> Iterator[int]:
+        for byte in "aé🙂z".encode():
+            given.append(byte)
+            yield byte
+
+    for piece in pieces(lambda ids: bytes(ids).decode(errors="replace"), tokens()):
+        known.append((len(given), piece))
+    assert known == [(1, "a"), (2, ""), (3, "é"), (4, ""), (5, ""), (6, ""), (7, "🙂"), (8, "z")]
 
 
 def test_evaluate_prints_and_keeps_what_it_measured(run: list[str]) -> None:

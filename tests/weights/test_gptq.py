@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from k3train.weights.mxfp4 import Packed
 from k3train.weights.quantize import REPORT
 from k3train.weights.quantizing import table
 from k3train.weights.reader import HFFolder
+from k3train.weights.streaming import LayerStream
 from tests.parallel.pool import pool
 from tests.weights import gptq_cases
 from tests.weights.helpers import change_tensors, golden_folder, same_bytes, stored
@@ -132,6 +135,23 @@ def test_everything_but_the_routed_experts_keeps_its_bytes(trained, fed):
     kept = [name for name in before if name in after]
     assert len(kept) == len(before) - 8 * 8 * 3
     assert all(same_bytes(before[name], after[name]) for name in kept)
+
+
+def test_feedback_holds_one_layer_of_the_model_and_the_one_before_it(one_rank, trained, tmp_path, monkeypatch):
+    alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    made, most, real = 0, 0, LayerStream.layer
+
+    def layer(self, index, source, *, experts=True):
+        nonlocal made, most
+        built = real(self, index, source, experts=experts)
+        gc.collect()
+        alive.add(built)
+        made, most = made + 1, max(most, len(alive))
+        return built
+
+    monkeypatch.setattr(LayerStream, "layer", layer)
+    gptq_cases.quantise(str(trained), str(tmp_path / "out"))
+    assert made == 9 and most <= 2
 
 
 def test_two_processes_write_the_bytes_of_one(trained, fed, tmp_path):

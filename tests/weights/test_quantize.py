@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,22 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path, trained, world)
     quantise(trained, tmp_path / "many", shard_bytes=30_000, world=world)
     assert hashes(tmp_path / "one") == hashes(tmp_path / "many")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) > world
+
+
+def test_one_matrix_at_a_time_is_held(tmp_path, trained, monkeypatch):
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most, real = 0, HFFolder.read
+
+    def read(self, name, expert=None):
+        nonlocal most
+        tensor = real(self, name, expert).clone()
+        alive.add(tensor)
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(HFFolder, "read", read)
+    quantise(trained, tmp_path / "out")
+    assert 1 <= most <= 2, "the one before may still wait for its place to be taken"
 
 
 @pytest.mark.gpu
