@@ -160,17 +160,20 @@ def compose_argv(name: str, rest: list[str]) -> Config | int:
 
     from k3train import sweep
     from k3train.config import compose as composing
-    from k3train.config.overrides import check_overrides
+    from k3train.config.overrides import check_overrides, refuse_sweeps
 
     args = parse_flags(get_args_parser(), name, rest)
     changed = {old: expand_bare(name, old) for old in args.overrides}
     words = [changed.get(word, word) for word in rest]
     args.overrides = [changed[o] for o in args.overrides]
+    sweepable = verbs.VERBS[name].ranks or name in ("evaluate", "quantize")
+    if not args.multirun:
+        refuse_sweeps(args.overrides, sweepable=sweepable)
     check_overrides(args.overrides, composing.conf_dir(), extra_groups=args.config_dir is not None)
     if args.multirun:
         if args.cfg or args.info:
             raise ConfigError("-m starts jobs, and --cfg and --info only show: leave -m out")
-        if not verbs.VERBS[name].ranks and name not in ("evaluate", "quantize"):
+        if not sweepable:
             raise ConfigError(f"`{PROGRAM} {name}` cannot be swept with -m")
         swept = sweep.with_params(args.overrides, args.config_dir)
         if swept != args.overrides:  # behind the last override: argparse takes them in one row alone
@@ -283,7 +286,7 @@ def submit(rest: list[str]) -> int | None:
     """`k3train submit [-m] [--dry-run] overrides`: one job, or one a combination of the sweep."""
     from k3train import sweep
     from k3train.config import compose as composing
-    from k3train.config.overrides import check_overrides
+    from k3train.config.overrides import check_overrides, refuse_sweeps
     from k3train.submit import Request
 
     if "-h" in rest or "--help" in rest:
@@ -294,8 +297,11 @@ def submit(rest: list[str]) -> int | None:
     if unknown:
         raise ConfigError(f"{PROGRAM} submit knows --dry-run and -m, not {' '.join(sorted(unknown))}")
     overrides = [word for word in rest if word not in flags]
+    swept = bool(set(flags) & {"-m", "--multirun"})
+    if not swept:
+        refuse_sweeps(overrides)
     check_overrides(overrides, composing.conf_dir())
-    if set(flags) & {"-m", "--multirun"}:
+    if swept:
         overrides = sweep.with_params(overrides)
         sweep.refuse_equal_names(overrides)
         jobs = []

@@ -48,6 +48,23 @@ def check_overrides(overrides: list[str], config_dir: Path, *, extra_groups: boo
             _check_key(text, override)
 
 
+def refuse_sweeps(overrides: list[str], *, sweepable: bool = True) -> None:
+    """Refuse several values of a key where one job runs; to be asked before `check_overrides`, which looks at each.
+
+    sweepable: -m may be typed. Raises ConfigError.
+    """
+    for text, override in zip(overrides, parse(overrides)):
+        name = override.key_or_group
+        if not override.is_sweep_override() or name.startswith(("hydra.", "hydra/")):
+            continue
+        key = all_keys().get(name)
+        if key is None and "." in name:
+            continue  # for check_overrides, which knows the nearest key
+        cure = _cure(name, key, text.partition("=")[2]) if key is not None else ""
+        sweep = "; type -m to run a job for each" if sweepable else ""
+        raise ConfigError(f"{text} are several values, and one run takes one{cure}{sweep}")
+
+
 def parse(overrides: list[str]) -> list[Override]:
     """Parse override texts. Raises ConfigError with Hydra's reason."""
     parser = OverridesParser.create()

@@ -18,6 +18,9 @@ def evaluate(config: Config) -> int:
     from k3train.inference.loading import load_decoder, open_source, start_process
     from k3train.tracking.progress import final_table
 
+    for suite in config.evaluate.suites:
+        if suite != "heldout" and not suite.startswith("recall:"):
+            raise ConfigError(f"evaluate.suites: {suite!r} is unknown; use heldout, or recall:TASK (recall:overwrite)")
     folder = Path(config.run.dir) / config.run.name
     device = start_process()
     opened = open_source(config.evaluate.source, folder, print)
@@ -30,10 +33,8 @@ def evaluate(config: Config) -> int:
             suite = settings.data.corpus  # what such a run trains on: episodes that training never draws
         if suite == "heldout":
             results[suite] = _heldout(model, settings, opened, config, device)
-        elif suite.startswith("recall:"):
-            results[suite] = _recall(model, settings, suite, config, device)
         else:
-            raise ConfigError(f"evaluate.suites: {suite!r} is unknown; use heldout, or recall:TASK (recall:overwrite)")
+            results[suite] = _recall(model, settings, suite, config, device)
         rows += [(f"{suite}: {name}", str(value)) for name, value in results[suite].items()]
     if folder.is_dir():
         (folder / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 from k3train import platform
 from k3train.config.schema import Config
+from k3train.errors import CheckpointError
 
 
 def run_training(config: Config) -> int:
@@ -80,11 +81,13 @@ class _Run:
         sizes = layouts.sizes_from_config(config.parallel, self.place.world)
         layout = layouts.initialize(sizes)
         self.say(f"run: {self.folder} ({self.place.describe()}, layout {sizes.describe()}, {self._where()})")
+        self._refuse_machine()
+        origin = self._origin()
         data = prepare_data(config, layout, self.device, self.say)
         if self.is_main:
             self._lay_out(data.tokenizer)
         engine = self._engine(layout)
-        trainer = self._trainer(engine, data, compose.diff(saved, config) if saved is not None else {})
+        trainer = self._trainer(engine, origin, data, compose.diff(saved, config) if saved is not None else {})
         begin, begin_tokens = time.perf_counter(), trainer.state.consumed_tokens
         trainer.train()
         rate = (trainer.state.consumed_tokens - begin_tokens) / max(time.perf_counter() - begin, 1e-9)
@@ -112,6 +115,26 @@ class _Run:
             return torch.cuda.get_device_name(self.device)
         return f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a process"
 
+    def _refuse_machine(self) -> None:
+        """Refuse what was asked for by name and this machine lacks before text is tokenised, as the engine would after.
+
+        Raises EnvironmentError_.
+        """
+        from k3train.config.precision import precision_of
+        from k3train.engine.megatron import training_dtype
+        from k3train.model.backend import make_backend
+
+        if self.config.engine.name == "deepspeed":
+            from k3train.engine.deepspeed import require
+
+            require()
+        model, train = self.config.model, self.config.train
+        precision = precision_of(train.precision, train.bf16_parts)
+        if model.backend != "auto" or precision.recipe is not None:
+            sizes = model.mla.nope_dim + model.mla.shared_dim, model.mla.v_dim
+            dtype = training_dtype(train.precision, self.device)
+            make_backend(model.backend, self.device, dtype=dtype, precision=precision, head_dims=sizes)
+
     def _engine(self, layout: Any) -> Any:
         if self.config.engine.name == "deepspeed":
             from k3train.engine.deepspeed import DeepSpeedEngine
@@ -124,7 +147,7 @@ class _Run:
             self.say(engine.ctx.backend.notice)
         return engine
 
-    def _trainer(self, engine: Any, data: Any, changes: dict[str, tuple[Any, Any]]) -> Any:
+    def _trainer(self, engine: Any, origin: Any, data: Any, changes: dict[str, tuple[Any, Any]]) -> Any:
         import torch.distributed as dist
 
         from k3train.config import compose
@@ -144,7 +167,7 @@ class _Run:
         from k3train.train.loop import Trainer
 
         config = self.config
-        state, resumed = self._resume(engine)
+        state, resumed = self._resume(engine, origin)
         tracker = None
         if self.is_main:
             tracking = config.tracking
@@ -193,15 +216,15 @@ class _Run:
             callbacks.insert(6, evaluation)
         return Trainer(config, engine, data.train, state, callbacks, is_main=self.is_main, say=self.say)
 
-    def _resume(self, engine: Any) -> tuple[Any, bool]:
-        """The state of the newest good checkpoint of this run, or of `checkpoint.load`, or a new one.
+    def _origin(self) -> tuple[str, bool, bool] | None:
+        """The newest good checkpoint of this run, else `checkpoint.load`: its path, whether its optimizer's state is
+        read, whether it is this run's. None for a new run. Raises CheckpointError where `checkpoint.load` holds none.
 
         A run's own checkpoint goes first: a requeued job is started by the command that names `checkpoint.load`.
         """
         import torch.distributed as dist
 
         from k3train.train import checkpoint as disk
-        from k3train.train.state import RunState
 
         config = self.config.checkpoint
         choice: list[Any] = [None]
@@ -210,12 +233,22 @@ class _Run:
             if found is not None:
                 choice[0] = (str(found.path), disk.has_optimizer(found.path), True)
             elif config.load is not None:
-                path = disk.locate(Path(config.load), self.say)
+                try:
+                    path = disk.locate(Path(config.load), self.say)
+                except CheckpointError as error:
+                    raise CheckpointError(f"checkpoint.load={config.load}: {error}") from error
                 choice[0] = (str(path), config.load_optimizer and disk.has_optimizer(path), False)
         dist.broadcast_object_list(choice, src=0)
-        if choice[0] is None:
+        return choice[0]
+
+    def _resume(self, engine: Any, origin: tuple[str, bool, bool] | None) -> tuple[Any, bool]:
+        """The state to go on from, and whether it is this run's; says which checkpoint was read and why."""
+        from k3train.train.state import RunState
+
+        config = self.config.checkpoint
+        if origin is None:
             return RunState(), False
-        path, optimizer, same_run = choice[0]
+        path, optimizer, same_run = origin
         loaded = RunState.from_dict(engine.load(Path(path), optimizer=optimizer))
         if not same_run:
             how = f"checkpoint.load, {'with' if optimizer else 'without'} the optimizer's state"

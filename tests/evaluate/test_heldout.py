@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from k3data.batch import Batch
+from k3train.config.compose import compose
+from k3train.errors import ConfigError
+from k3train.evaluate.commands import evaluate
 from k3train.evaluate.heldout import estimate, proportion, recall, sequence_losses
 from tests.model.golden_model import build, load_golden
 
@@ -100,3 +103,8 @@ def test_the_recall_suite_counts_answers(lapse: int, accuracy: float) -> None:
     batches = evaluation_batches(dataset, 12, micro_batch_size=1, device=torch.device("cpu"))
     e = recall(Oracle(320, lapse), batches, 128)  # type: ignore[arg-type]
     assert e.mean == pytest.approx(accuracy, abs=0.01) and e.units == 12 and e.low < e.mean <= e.high
+
+
+def test_an_unknown_suite_is_refused_before_any_other_is_run() -> None:
+    with pytest.raises(ConfigError, match="'held' is unknown; use heldout"):
+        evaluate(compose(["evaluate.suites=[heldout,held]", "evaluate.source=/nowhere"]))

@@ -81,13 +81,27 @@ def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoint_and_says_
     assert "starting from the weights" not in again and [s for s, _, _ in losses(folder / "begun")] == [1, 2, 3]
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_tokenised(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    wrong, cache = tmp_path / "notes.txt/runs", tmp_path / "cache"
-    job = warm.start(tmp_path, "run", f"run.dir={wrong}", f"data.cache={cache}")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU may take it")
+NEEDS_GPU = "needs a GPU and this runs on cpu; type"
+MISTAKES = [
+    pytest.param(
+        "run.dir=FILE", "FILE/run cannot be written (Not a directory); make room or", id="a run folder in a file"
+    ),
+    pytest.param("checkpoint.load=FILE", "checkpoint.load=FILE: FILE holds no whole checkpoint;", id="nothing to load"),
+    pytest.param(
+        "train.precision=fp8_block", f"{NEEDS_GPU} train.precision=auto", id="fp8 on a CPU", marks=without_gpu
+    ),
+    pytest.param("model.backend=te", f"{NEEDS_GPU} model.backend=auto", id="te on a CPU", marks=without_gpu),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES)
+def test_a_mistake_is_refused_before_anything_is_tokenised(override: str, message: str, tmp_path: Path) -> None:
+    file, cache = tmp_path / "notes.txt", tmp_path / "cache"
+    file.touch()
+    job = warm.start(tmp_path, "run", f"data.cache={cache}", override.replace("FILE", str(file)))
     assert job.wait() == [2], job.output()
-    assert f"run.dir={wrong}: {wrong}/run cannot be written (Not a directory)" in job.output()
-    assert "type run.dir=ELSEWHERE" in job.output() and "Traceback" not in job.output()
+    assert message.replace("FILE", str(file)) in job.output() and "Traceback" not in job.output()
     assert "data:" not in job.output() and not cache.exists()
 
 
