@@ -11,7 +11,7 @@ from typing import Any
 
 from k3train import platform
 from k3train.config.schema import Config
-from k3train.errors import CheckpointError
+from k3train.errors import CheckpointError, EnvironmentError_
 
 
 def run_training(config: Config) -> int:
@@ -78,6 +78,7 @@ class _Run:
         saved = compose.check_run_folder(config)
         if self.is_main:
             compose.claim_run_folder(config)
+            refuse_second(self.folder)
         sizes = layouts.sizes_from_config(config.parallel, self.place.world)
         layout = layouts.initialize(sizes)
         self.say(f"run: {self.folder} ({self.place.describe()}, layout {sizes.describe()}, {self._where()})")
@@ -339,6 +340,31 @@ class _Run:
 
     def _command(self) -> str:
         return f"k3train train {run_name_word(self.config.run.name)}"
+
+
+def refuse_second(folder: Path) -> None:
+    """Refuse a run folder in which another process of this machine trains, and note this process down there.
+
+    Of other machines nothing is asked: a lock on a file server may outlive the node that held it, and a requeued job
+    must start. Raises EnvironmentError_.
+    """
+    import socket
+
+    import psutil
+
+    note, here = folder / ".running", socket.gethostname()
+    try:
+        host, pid, begun = note.read_text().split()
+        other = psutil.Process(int(pid))
+        alive = other.status() != psutil.STATUS_ZOMBIE and abs(other.create_time() - float(begun)) < 2.0
+    except (OSError, ValueError, psutil.Error):
+        host, pid, alive = here, "", False
+    if alive and host == here and int(pid) != os.getpid():
+        raise EnvironmentError_(
+            f"process {pid} is training in {folder}: two would spoil each other's checkpoints; type run.name=OTHER, or "
+            f"stop that one first (kill {pid} saves a checkpoint)"
+        )
+    note.write_text(f"{here} {os.getpid()} {_process_start()}\n")
 
 
 def run_name_word(name: str) -> str:

@@ -82,6 +82,20 @@ def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoint_and_says_
 
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU may take it")
+
+
+def test_a_second_process_in_the_same_run_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    first = warm.start(tmp_path, "run", inject="tests.train.faults:slow", place="data", seconds=0.5)
+    first.wait_for("at data")
+    (tmp_path / "second").mkdir()
+    second = warm.start(tmp_path / "second", "run", f"run.dir={tmp_path}")
+    assert second.wait() == [2], second.output()
+    assert f"process {first.processes[0].pid} is training in {first.run}" in second.output()
+    assert "type run.name=OTHER" in second.output() and "Traceback" not in second.output()
+    assert first.wait() == [0], first.output()
+    assert [step for step, _ in first.losses()] == list(range(1, 11)) and first.checkpoints() == [10]
+
+
 NEEDS_GPU = "needs a GPU and this runs on cpu; type"
 MISTAKES = [
     pytest.param(
