@@ -199,3 +199,31 @@ def test_summary_on_device(K: int, V: int) -> None:
     expected = kda_segment(**inputs)
     actual = kda_segment(**{n: x.to("cuda", torch.float32) for n, x in inputs.items()})
     assert_close([x.cpu() for x in actual], expected, ["M", "S"], 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+@pytest.mark.parametrize("start", [0, 1, 1000, 4095])
+def test_a_start_on_device_is_the_slice_and_nothing_waits_for_it(start: int) -> None:
+    """bf16 and heads as the model has them; what is not written is NaN."""
+    inputs = {n: x for n, x in kda_inputs(T=4096, K=128, V=128).items() if n not in ("q", "initial_state")}
+    inputs = {n: x.cuda() if x.dim() < 3 else x.cuda().bfloat16() for n, x in inputs.items()}
+    inputs |= {n: inputs[n].float() for n in ("A_log", "dt_bias")}
+    after = {n: x[:, start:] if n in ("k", "v", "z", "beta") else x for n, x in inputs.items()}
+    expected = summary_and_gradients(after)
+    for i, x in enumerate(inputs.values()):
+        if x.dim() > 2:
+            expected[2 + i] = torch.cat([torch.zeros_like(x[:, :start]), expected[2 + i]], 1)
+    at = torch.tensor([start], device="cuda")
+    for mode in ("default", "error"):  # the first time compiles, and waits
+        poison = [torch.full((1 << 26,), torch.nan, device="cuda") for _ in range(4)]
+        del poison
+        leaves = {n: x.detach().requires_grad_() for n, x in inputs.items()}
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            M, S = kda_segment(**leaves, start=at)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.isfinite(M).all() and torch.isfinite(S).all()
+    names = ["M", "S", *(f"d{n}" for n in inputs)]
+    assert_close(summary_and_gradients(inputs, start=at), expected, names, 1e-3)

@@ -188,7 +188,9 @@ def test_suffixes_that_only_the_device_knows_agree_with_the_masked_ones(name: st
     Those before are nobody's, whatever a kernel leaves as their gradient (what it does not write is NaN here), and empty
     documents lie at both ends. Nothing waits."""
     begin, end = 1200, 1777
-    documents = torch.tensor([0, 1, 300, first_key, 1300, 1301, 1600, 1777, 2048, 2048], device="cuda", dtype=torch.int32)
+    documents = torch.tensor(
+        [0, 1, 300, first_key, 1300, 1301, 1600, 1777, 2048, 2048], device="cuda", dtype=torch.int32
+    )
     documents = documents.sort().values
     documents = documents[(documents <= first_key) | (documents > begin)]
     documents = torch.cat([documents, documents[-1:].expand(17 - documents.numel())])
