@@ -41,6 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 VPP2 captured": {"pipeline": 2, "virtual": 2, "cuda_graphs": "step"},
     "PP2 captured": {"pipeline": 2, "cuda_graphs": "step"},
     "TP2+SP captured": {"tensor": 2, "cuda_graphs": "step"},
+    "CP2 captured": {"context": 2, "cuda_graphs": "step"},
 }
 """Fields of `parallel`; `cuda_graphs` belongs to train."""
 SLOTS = {"expert": 2, "expert_exchange": "slots"}

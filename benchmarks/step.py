@@ -80,6 +80,10 @@ ARMS: dict[str, list[str]] = {
         "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
         "train.recompute=unit", "train.cuda_graphs=none",
     ],
+    "context2_graphs": [
+        "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
+        "train.recompute=unit",
+    ],
     "context2_256k": [
         "parallel.context=2", "train.seq_length=262144", "train.micro_batch=1", "train.global_batch=1",
         "train.recompute=full", "train.cuda_graphs=none",

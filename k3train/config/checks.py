@@ -285,7 +285,6 @@ def _check_graphs(config: Config) -> None:
     p = config.parallel
     hindrances = {
         f"engine={config.engine.name}": (config.engine.name != "megatron", "it captures megatron's schedule"),
-        f"parallel.context={p.context}": (p.context > 1, "the slices of documents are arithmetic on the host"),
         f"parallel.expert={p.expert} and parallel.expert_exchange={p.expert_exchange}": (
             p.expert > 1 and p.expert_exchange != "slots", "the exchange of experts reads its sizes on the host; "
             "parallel.expert_exchange=slots does not"

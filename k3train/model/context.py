@@ -54,6 +54,8 @@ class PackedStream:
     head find its gradients with the losses (any multiple of that sum may be walked back); None: any sum of the losses.
     further: the targets of multi-token prediction in a training step, and its loss afterwards; None: not predicted.
     bounds: cu_seqlens on the host, where they were there before they went to a device.
+    on_device: under context parallelism, documents are looked up on the device and all shapes follow from the sizes, so
+    that a captured step can be replayed with other documents.
     attend: replaces every sequence mixer's forward, for decoding against a cache; called with the module and its input.
     """
 
@@ -64,6 +66,7 @@ class PackedStream:
     loss_weight: torch.Tensor | None = None
     further: Further | None = None
     bounds: Sequence[int] | None = None
+    on_device: bool = False
     attend: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     cache: dict[str, object] = field(default_factory=dict)
 

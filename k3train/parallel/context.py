@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from k3kernels.conv import short_convolution_qkv
 from k3kernels.kda import first_document_state, fold_segments, kda_segment
+from k3train.parallel import context_on_device
 from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
 from k3train.parallel.slices import QueryBlock, Slice, cut, swapped_blocks
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from k3train.model.kda import KDA
 
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-Watch = Callable[[torch.Tensor, torch.Tensor], None]
+Watch = Callable[..., None]
 
 
 def _bounds(stream: PackedStream) -> Sequence[int]:
@@ -69,6 +70,8 @@ def kda_attention(
 
     Exchanges one tail of conv inputs and one (M, S) pair a rank, and nothing when no document crosses a rank border.
     """
+    if stream.on_device:
+        return context_on_device.kda_attention(layer, q, k, v, z, beta, stream)
     group = layer.ctx.layout.cp
     part, borders = local_slice(stream, group)
     weights = (layer.q_conv, layer.k_conv, layer.v_conv)
@@ -192,11 +195,13 @@ def latent_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention inside documents over the whole stream: q [T/P, H, K], latent [T/P, C] -> [T/P, H, V].
 
-    watch: is shown queries and keys of every piece, once.
+    watch: is shown queries and keys of every piece, once; with `on_device` of every block, with the keys' documents.
 
     The latents travel, not the keys they expand to. Since contiguous slices would leave the first ranks idle under the
     causal mask, ranks trade half of their query rows with their mirror and trade the results back.
     """
+    if stream.on_device:
+        return context_on_device.latent_attention(ctx, q, latent, expand, stream, scale, watch)
     group = ctx.layout.cp
     blocks = query_rows(stream, group)
     shown = [watch]  # taken by the first pass: the backward runs the core again

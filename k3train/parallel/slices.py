@@ -113,14 +113,18 @@ def query_block(bounds: Sequence[int], first: int, last: int) -> QueryBlock:
     return QueryBlock(first, last, tuple(pieces))
 
 
-def swapped_blocks(bounds: Sequence[int], size: int, rank: int) -> list[QueryBlock]:
+def swapped_ranges(total: int, size: int, rank: int) -> list[tuple[int, int]]:
     """The rows a rank attends for: the first half of its own slice and the second half of its mirror's.
 
     Rank r and its mirror size-1-r then have equal work under a causal mask (one long document): the halves
-    2r and 2(size-1-r)+1 of 2 * size. Empty blocks (slices of one token) are left out.
+    2r and 2(size-1-r)+1 of 2 * size. Empty ranges (slices of one token) are left out.
     """
-    length = bounds[-1] // size
+    length = total // size
     kept = length - length // 2
     own, mirror = rank * length, (size - 1 - rank) * length
-    ranges = [(own, own + kept), (mirror + kept, mirror + length)]
-    return [query_block(bounds, a, b) for a, b in ranges if a < b]
+    return [(a, b) for a, b in ((own, own + kept), (mirror + kept, mirror + length)) if a < b]
+
+
+def swapped_blocks(bounds: Sequence[int], size: int, rank: int) -> list[QueryBlock]:
+    """The `swapped_ranges` of a rank with the document pieces in them."""
+    return [query_block(bounds, a, b) for a, b in swapped_ranges(bounds[-1], size, rank)]

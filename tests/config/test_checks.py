@@ -87,7 +87,6 @@ VALUES = {
         ["train.activations.units=fp8", "train.precision=fp32"],
         "train.precision=bf16",
     ),
-    "graphs of a context-parallel step": (["train.cuda_graphs=step", "parallel.context=2"], "slices of documents"),
     "graphs over an exchange with sizes": (
         ["train.cuda_graphs=step", "parallel.expert=2", "parallel.expert_exchange=sized"],
         "parallel.expert_exchange=slots",

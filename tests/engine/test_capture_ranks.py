@@ -12,7 +12,7 @@ CASES = "tests.engine.capture_cases"
 COUNTS = "k3train/model/backend/local.py:grouped_linear"
 """Rows of experts, which a CPU reads and a GPU does not (test_backend_gpu.py)."""
 BORDERS = "k3train/engine/megatron.py:_forward"
-"""Document borders under context parallelism: read from the batch before it goes to the device."""
+"""Document borders under context parallelism: read from the batch before it goes to the device, unless captured."""
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "a pipeline": {"pipeline": 2},
@@ -38,6 +38,28 @@ def test_a_step_on_fixed_buffers_is_the_step_to_the_last_bit(sizes: dict[str, An
         assert seen["replays"] >= (1 if sizes in SCHEDULES.values() else 4)
 
 
+CONTEXT = {"train.micro_batch": 1, "train.cuda_graphs": "step"}
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "overrides"),
+    [
+        (2, {"context": 2}, CONTEXT),
+        *(pytest.param(*case, marks=pytest.mark.ops) for case in
+          ((2, {"context": 2}, {**CONTEXT, "train.recompute": "unit"}), (4, {"context": 4}, CONTEXT),
+           (4, {"context": 2, "tensor": 2}, CONTEXT), (4, {"context": 2, "pipeline": 2}, CONTEXT))),
+    ],
+    ids=["CP2", "CP2, units computed again", "CP4", "CP2 TP2", "CP2 PP2"],
+)  # fmt: skip
+def test_a_context_parallel_step_on_fixed_buffers_is_the_step_to_the_last_bit(
+    world: int, sizes: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    for seen in pool(world).run(f"{CASES}:rehearse", sizes=sizes, overrides=overrides):
+        assert seen["results"] == seen["plain"]
+        assert seen["graphs"] == 1
+        assert seen["replays"] >= 1
+
+
 @pytest.mark.ops
 def test_ranks_with_other_documents_agree_on_the_shapes_of_a_graph_that_they_meet_in() -> None:
     """Two pipelines of two stages."""
@@ -53,12 +75,15 @@ def test_ranks_with_other_documents_agree_on_the_shapes_of_a_graph_that_they_mee
         (SCHEDULES["virtual stages"], {}, set()),
         (SCHEDULES["gradients reduced during the backward"], {}, set()),
         ({"context": 2}, {"train.micro_batch": 1}, {BORDERS}),
+        ({"context": 2}, CONTEXT, set()),
         *(pytest.param(*case, marks=pytest.mark.ops) for case in
           ((SCHEDULES["a pipeline"], {}, set()), ({"tensor": 2}, {}, set()),
-           ({"context": 2}, {"train.micro_batch": 1, "train.recompute": "unit"}, {BORDERS}))),
+           ({"context": 2}, {"train.micro_batch": 1, "train.recompute": "unit"}, {BORDERS}),
+           ({"context": 2}, {**CONTEXT, "train.recompute": "unit"}, set()))),
     ],
-    ids=["virtual stages", "gradients reduced during the backward", "context parallelism", "a pipeline",
-         "tensor parallelism", "context parallelism, units computed again"],
+    ids=["virtual stages", "gradients reduced during the backward", "context parallelism",
+         "context parallelism, captured", "a pipeline", "tensor parallelism",
+         "context parallelism, units computed again", "context parallelism, captured, units computed again"],
 )  # fmt: skip
 def test_nothing_between_the_first_forward_and_the_reduced_gradients_reads_the_device(
     sizes: dict[str, Any], overrides: dict[str, Any], allowed: set[str]

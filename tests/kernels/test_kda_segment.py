@@ -1,5 +1,7 @@
 """A stream cut into pieces, with states handed on by the fold, equals the stream in one shot: outputs and gradients."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -133,6 +135,62 @@ def test_the_triton_backend_gives_the_same_summary() -> None:
     assert_close([*actual, *gradients[0]], [*expected, *gradients[1]], names, 1e-4)
 
 
+def summary_and_gradients(inputs: dict[str, Tensor], **options: object) -> list[Tensor]:
+    leaves = {n: x.detach().requires_grad_() for n, x in inputs.items()}
+    summary = kda_segment(**leaves, **options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in summary]
+    loss = sum((x * w).sum() for x, w in zip(summary, weights))
+    return [*summary, *torch.autograd.grad(loss, list(leaves.values()))]
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """What a kernel does not write is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("start", "size"), [*((start, 16) for start in (0, 1, 37, 64, 69, 70)), pytest.param(37, 256, id="M and S apart")]
+)
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.filterwarnings("ignore")
+def test_a_start_that_only_the_device_knows(start: int, size: int) -> None:
+    """The kernels never see the tokens before; gradients there are zero, not what the memory held."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs = {n: x for n, x in kda_inputs(T=70, H=1, K=size, V=16).items() if n not in ("q", "initial_state")}
+    inputs["dt_bias"] = inputs["dt_bias"] - 4.0
+    # without a border in front, M stays
+    after = {n: x[:, start:] if n in ("k", "v", "z", "beta") else x for n, x in inputs.items()}
+    expected = summary_and_gradients(after, backend="torch")
+    for i, x in enumerate(inputs.values()):
+        if x.dim() > 2 and x.shape[1] == 70:
+            expected[2 + i] = torch.cat([torch.zeros_like(x[:, :start]), expected[2 + i]], 1)
+    names = ["M", "S", *(f"d{n}" for n in inputs)]
+    at = torch.tensor([start], dtype=torch.int32)
+    assert_close(summary_and_gradients(inputs, start=at, backend="torch"), expected, names, 1e-12)
+    on_device = {n: x.to(device, torch.float32) for n, x in inputs.items()}
+    actual = summary_and_gradients(on_device, start=at.to(device), backend="triton")
+    assert_close([x.cpu() for x in actual], expected, names, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": torch.tensor([1]), "cu_seqlens": torch.tensor([0, 8])}, "start: give it or cu_seqlens, not both"),
+        ({"start": torch.tensor(1)}, r"start: expected int32 or int64 \[1\] on cpu, got torch.int64 \[\]"),
+        ({"start": torch.tensor([9])}, "start: expected 0 <= start <= T = 8, got 9"),
+    ],
+    ids=["two ways to say it", "no dimension", "behind the stream"],
+)
+def test_a_bad_start_is_refused(options: dict[str, Tensor], message: str) -> None:
+    inputs = {n: x for n, x in kda_inputs(T=8).items() if n not in ("q", "initial_state")}
+    with pytest.raises(ValueError, match=message):
+        kda_segment(**inputs, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 256)], ids=str)
@@ -141,3 +199,31 @@ def test_summary_on_device(K: int, V: int) -> None:
     expected = kda_segment(**inputs)
     actual = kda_segment(**{n: x.to("cuda", torch.float32) for n, x in inputs.items()})
     assert_close([x.cpu() for x in actual], expected, ["M", "S"], 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+@pytest.mark.parametrize("start", [0, 1, 1000, 4095])
+def test_a_start_on_device_is_the_slice_and_nothing_waits_for_it(start: int) -> None:
+    """bf16 and heads as the model has them; what is not written is NaN."""
+    inputs = {n: x for n, x in kda_inputs(T=4096, K=128, V=128).items() if n not in ("q", "initial_state")}
+    inputs = {n: x.cuda() if x.dim() < 3 else x.cuda().bfloat16() for n, x in inputs.items()}
+    inputs |= {n: inputs[n].float() for n in ("A_log", "dt_bias")}
+    after = {n: x[:, start:] if n in ("k", "v", "z", "beta") else x for n, x in inputs.items()}
+    expected = summary_and_gradients(after)
+    for i, x in enumerate(inputs.values()):
+        if x.dim() > 2:
+            expected[2 + i] = torch.cat([torch.zeros_like(x[:, :start]), expected[2 + i]], 1)
+    at = torch.tensor([start], device="cuda")
+    for mode in ("default", "error"):  # the first time compiles, and waits
+        poison = [torch.full((1 << 26,), torch.nan, device="cuda") for _ in range(4)]
+        del poison
+        leaves = {n: x.detach().requires_grad_() for n, x in inputs.items()}
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            M, S = kda_segment(**leaves, start=at)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.isfinite(M).all() and torch.isfinite(S).all()
+    names = ["M", "S", *(f"d{n}" for n in inputs)]
+    assert_close(summary_and_gradients(inputs, start=at), expected, names, 1e-3)

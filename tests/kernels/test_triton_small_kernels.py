@@ -40,12 +40,13 @@ def conv_inputs(B: int, T: int, C: int, W: int, documents: int) -> dict[str, Ten
         (1, 5, 8, 1, None),
         (1, 20, 6, 4, [0, 1, 2, 3, 20]),
         (1, 12, 6, 4, [0, 0, 2, 5, 5, 8, 12, 12]),
+        (1, 12, 6, 4, [0, 0, 0, 0, 5, 12, 12, 12]),
         (1, 37, 4, 4, [0, 15, 17, 37]),
         (1, 0, 4, 4, [0, 0]),
     ],
     ids=[
         "batch", "one token", "shorter than the taps", "three taps", "two taps", "one tap", "documents of one token",
-        "short and empty documents", "document borders at a block border", "no tokens",
+        "short and empty documents", "empty documents at both ends", "document borders at a block border", "no tokens",
     ],
 )  # fmt: skip
 def test_convolution(

@@ -316,3 +316,15 @@ def test_keys_that_lie_inside_a_larger_tensor_get_a_storage_of_their_own() -> No
     assert _at_start(first) is first
     _at_start(whole[2:5]).sum().backward()
     assert whole.grad is not None and whole.grad.sum(1).tolist() == [0, 0, 4, 4, 4, 0]
+
+
+def test_documents_that_only_the_device_knows_attend_as_those_that_the_host_knows() -> None:
+    """One that began before the block, one of one token, whole ones; empty ones at both ends; and keys that begin later."""
+    lengths = [(5, 9), (1, 1), (4, 4), (3, 3)]
+    q, k, v = (torch.randn(n, 2, 4, generator=torch.Generator().manual_seed(i)) for i, n in enumerate((13, 17, 17)))
+    cu_q = torch.tensor([0, 0, 0, 5, 6, 6, 10, 13, 13], dtype=torch.int32)
+    cu_k = torch.tensor([0, 0, 0, 9, 10, 10, 14, 17, 17], dtype=torch.int32)
+    want = Backend().suffixes_attention(q, k, v, cu_q, cu_k, lengths, 0.5)
+    before = torch.full((6, 2, 4), 1e4)
+    got = Backend().suffixes_attention(q, torch.cat([before, k]), torch.cat([before, v]), cu_q, cu_k + 6, None, 0.5)
+    torch.testing.assert_close(got, want)

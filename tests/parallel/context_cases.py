@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from k3train.engine.graphs import pad_documents
 from k3train.model.backend.local import Backend
 from k3train.model.build import make_context
 from k3train.model.context import ModelContext, PackedStream
@@ -52,9 +53,11 @@ def run(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, stream: 
 
 
 def deviations(
-    kind: str, streams: dict[str, list[list[int]]], bound: float | None = -5.0
+    kind: str, streams: dict[str, list[list[int]]], bound: float | None = -5.0, on_device: bool = False
 ) -> dict[str, dict[str, float]]:
     """Largest relative L2 deviation from the whole stream, by name of the streams and by tensor (ranks pooled).
+
+    on_device: as a captured step does it: documents looked up on the device, and padded by empty ones.
 
     KDA runs in fp64; attention in fp32, since its norms compute in fp32 whatever they are given.
     """
@@ -72,7 +75,8 @@ def deviations(
         x, weight = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
         cu = torch.tensor(bounds, dtype=torch.int32)
         want = run(whole, x, weight, PackedStream(cu, total))
-        got = run(local, x[mine], weight[mine], PackedStream(cu, total))
+        padded = pad_documents(cu) if on_device else cu
+        got = run(local, x[mine], weight[mine], PackedStream(padded, total, on_device=on_device))
         errors = worst.setdefault(name, {})
         for key, value in got.items():
             if key in ("y", "x"):

@@ -42,24 +42,30 @@ def streams(world: int) -> dict[str, list[list[int]]]:
 
 
 @functools.cache
-def deviations(world: int, kind: str, bound: float | None) -> dict[str, dict[str, float]]:
+def deviations(world: int, kind: str, bound: float | None, on_device: bool) -> dict[str, dict[str, float]]:
     """All streams in one visit to the ranks."""
-    results = pool(world).run(f"{CASES}:deviations", kind=kind, streams=streams(world), bound=bound, timeout=120.0)
+    case = {"kind": kind, "streams": streams(world), "bound": bound, "on_device": on_device}
+    results = pool(world).run(f"{CASES}:deviations", **case, timeout=120.0)
     return results[0]
 
 
+WHERE = pytest.mark.parametrize("on_device", [False, True], ids=["documents on the host", "documents on the device"])
+
+
+@WHERE
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("name", list(streams(2)))
 @pytest.mark.parametrize("world", [2, 4])
-def test_kda_on_slices_is_kda_on_the_stream(world: int, name: str, bound: float | None) -> None:
-    worst = deviations(world, "kda", bound)[name]
+def test_kda_on_slices_is_kda_on_the_stream(world: int, name: str, bound: float | None, on_device: bool) -> None:
+    worst = deviations(world, "kda", bound, on_device)[name]
     assert {n for n, e in worst.items() if not e < 1e-10} == set(), worst
 
 
+@WHERE
 @pytest.mark.parametrize("name", list(streams(2)))
 @pytest.mark.parametrize("world", [2, 4])
-def test_attention_on_slices_is_attention_on_the_stream(world: int, name: str) -> None:
-    worst = deviations(world, "mla", -5.0)[name]
+def test_attention_on_slices_is_attention_on_the_stream(world: int, name: str, on_device: bool) -> None:
+    worst = deviations(world, "mla", -5.0, on_device)[name]
     assert {n for n, e in worst.items() if not e < 1e-5} == set(), worst
 
 

@@ -20,6 +20,7 @@ FURTHER: list[Case] = [  # with -m ops
     (2, {"data": 2}, {"optim.qk_clip": 0.45}),
     (4, {"pipeline": 2, "expert": 2, "transport": "padded"}, {}),
     (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1, "train.recompute": "unit"}),
+    (2, {"context": 2}, {"train.micro_batch": 1, "train.cuda_graphs": "step"}),  # documents looked up on the device
 ]
 CASES = [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.ops) for case in FURTHER)]
 

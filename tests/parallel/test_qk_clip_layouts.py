@@ -24,6 +24,7 @@ FURTHER: list[Case] = [  # with -m ops
     (2, {"data": 2}, {**CLIP, "train.recompute": "full"}),
     (4, {"tensor": 2, "data": 2}, CLIP),
     (4, {"context": 2, "pipeline": 2}, MUON),
+    (2, {"context": 2}, {**CLIP, "train.micro_batch": 1, "train.cuda_graphs": "step"}),  # documents on the device
 ]
 CASES = [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.ops) for case in FURTHER)]
 

@@ -18,6 +18,7 @@ CAPTURED = {
     "PP2 VPP2 captured": "PP2 VPP2",
     "PP2 captured": "PP2 VPP2",
     "TP2+SP captured": "TP2+SP",
+    "CP2 captured": "CP2",
 }
 
 

@@ -101,6 +101,15 @@ def attention_mask(stream: PackedStream) -> torch.Tensor:
     return mask
 
 
+def suffixes_mask(queries: int, keys: int, cu_q: torch.Tensor, cu_k: torch.Tensor) -> torch.Tensor:
+    """bool [queries, keys] for documents end to end in both; the last query of each is aligned with its last key."""
+    rows, columns = (torch.arange(n, device=cu_q.device, dtype=torch.int32) for n in (queries, keys))
+    # the number of borders up to a position names its document: 0 is before the first
+    of_row, of_column = (torch.bucketize(at, cu, right=True) for at, cu in ((rows, cu_q), (columns, cu_k)))
+    shift = (cu_k[1:] - cu_q[1:]).index_select(0, of_row - 1)  # from a query's place to that of its own key
+    return (of_row[:, None] == of_column[None]) & (columns[None] <= (rows + shift)[:, None])
+
+
 class Backend:
     """Plain torch on megatron-core's tensor-parallel linears."""
 
@@ -139,11 +148,19 @@ class Backend:
 
     def suffixes_attention(
         self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
-        lengths: Sequence[tuple[int, int]], scale: float,
+        lengths: Sequence[tuple[int, int]] | None, scale: float,
     ) -> torch.Tensor:  # fmt: skip
         """`suffix_attention` of documents end to end: queries q [N, H, K] and keys k [M, H, K] of each, by the lengths
         (queries, keys) on the host and the borders cu_q, cu_k int32 [documents + 1] on the device, where empty documents
-        may follow -> [N, H, V]."""
+        may follow -> [N, H, V].
+
+        lengths None: only the device knows them. Then empty documents may be anywhere, and the keys may begin after row 0,
+        at cu_k[0]; the rows before are in no document, and what comes back as their gradient is arbitrary.
+        """
+        if lengths is None:
+            mask = suffixes_mask(q_NHK.shape[0], k_MHK.shape[0], cu_q, cu_k)
+            q, k, v = (x.transpose(0, 1)[None] for x in (q_NHK, k_MHK, v_MHV))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
         sizes_q, sizes_k = (list(sizes) for sizes in zip(*lengths))
         pieces = zip(q_NHK.split(sizes_q), k_MHK.split(sizes_k), v_MHV.split(sizes_k))
         return torch.cat([self.suffix_attention(*piece, scale) for piece in pieces])

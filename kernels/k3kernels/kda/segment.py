@@ -21,13 +21,17 @@ must take part in it, also one whose piece is empty. Pieces need not be equal; a
 one summary per piece, and the fold runs in the order of the stream.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from k3kernels.checks import check_cu_seqlens
+from k3kernels.checks import check_bound, check_cu_seqlens
 from k3kernels.kda.naive import compute_dtype
-from k3kernels.kda.ops import TRITON_SIZES, kda, pick_backend
+from k3kernels.kda.ops import TRITON_SIZES, check_arguments, kda, pick_backend
+from k3kernels.live_rows import live_rows
 
 
 def local_cu_seqlens(cu_seqlens: Tensor, start: int, end: int) -> Tensor:
@@ -56,16 +60,20 @@ def kda_segment(
     *,
     bound: float | None = -5.0,
     cu_seqlens: Tensor | None = None,
+    start: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """How the state at the end of a stream depends on the state at its start: S_out = M S_in + S.
 
     Args: as in `k3kernels.kda.kda`, with B = 1. cu_seqlens: pieces of the local stream (see `local_cu_seqlens`); its
         values are read on the host, so keep it on the CPU. None means one piece.
+        start: instead of cu_seqlens, where the last piece begins: an integer tensor [1] on k's device, 0 <= start <= T,
+        which on a GPU nobody reads on the host, so that a captured step may be replayed with another value. M and S are
+        those of the tokens from there on: whoever knows of a border sets M to zero.
 
     Returns:
-        M [HV, K, K] and S [HV, K, V], fp32 (fp64 for fp64 inputs), differentiable. M = 0 when a border cuts the stream;
-        M = I and S = 0 for an empty stream without a border.
+        M [HV, K, K] and S [HV, K, V], fp32 (fp64 for fp64 inputs), differentiable. M = 0 when a border cuts the stream
+        (not with `start`); M = I and S = 0 for an empty stream without a border.
 
     Raises:
         ValueError, TypeError: as in `kda`.
@@ -74,11 +82,25 @@ def kda_segment(
         raise ValueError(f"k: a segment is one stream [1, T, H, K], got {list(k.shape)}")
     T, K = k.shape[1], k.shape[3]
     HV, V = v.shape[-2:]
+    if start is not None:
+        _check_start(start, cu_seqlens, k)
     pieces = 1 if cu_seqlens is None else check_cu_seqlens(cu_seqlens, 1, T)
-    start = 0 if cu_seqlens is None else int(cu_seqlens[-2])
-    k, v, z, beta = (x[:, start:] for x in (k, v, z, beta))
-    dtype = compute_dtype(k, v, z, beta, A_log, dt_bias)
     on_triton = pick_backend(backend, k, k, v) == "triton"
+    borders: Tensor | None = None  # of a last piece whose place the host does not know
+    run: Callable[..., tuple[Tensor, Tensor | None]] = partial(kda, backend=backend)
+    if start is not None and on_triton:
+        from k3kernels.kda.triton.api import kda_triton as run  # imports triton, which CPU users may lack
+
+        check_arguments(k, k, v, z, beta, A_log, dt_bias, None, None)
+        bound = check_bound(bound)
+        # The kernels' grids follow from T alone and their chunk table from the borders: chunks before `start` are in no
+        # document's list, so nobody computes them. Nor does anybody write their gradients.
+        borders = torch.cat([start, start.new_full((1,), T)]).to(torch.int32)
+        k, v, z, beta = (live_rows(x, start, dim=1) for x in (k, v, z, beta))
+    else:
+        begin = int(cu_seqlens[-2]) if cu_seqlens is not None else 0 if start is None else int(start)
+        k, v, z, beta = (x[:, begin:] for x in (k, v, z, beta))
+    dtype = compute_dtype(k, v, z, beta, A_log, dt_bias)
 
     def end_state(values: Tensor, entering: Tensor | None) -> Tensor:
         """Where the state pass ends with these values [1, T, HV, columns]; the output is not used."""
@@ -87,9 +109,9 @@ def kda_segment(
         if padding:
             values = F.pad(values, (0, padding))
             entering = None if entering is None else F.pad(entering, (0, padding))
-        _, end = kda(
-            k.detach(), k, values, z, beta, A_log, dt_bias, bound=bound, initial_state=entering,
-            output_final_state=True, backend=backend,
+        _, end = run(
+            k.detach(), k, values, z, beta, A_log, dt_bias, bound=bound, initial_state=entering, cu_seqlens=borders,
+            output_final_state=True,
         )  # fmt: skip
         assert end is not None
         return end[0, ..., :columns]
@@ -104,6 +126,17 @@ def kda_segment(
         return end_state(v.new_zeros(()).expand(*v.shape[:3], K), identity), S
     end = end_state(F.pad(v, (0, K)), F.pad(identity, (V, 0)))
     return end[..., V:], end[..., :V]
+
+
+def _check_start(start: Tensor, cu_seqlens: Tensor | None, k: Tensor) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("start: give it or cu_seqlens, not both")
+    if start.shape != (1,) or start.dtype not in (torch.int32, torch.int64) or start.device != k.device:
+        raise ValueError(
+            f"start: expected int32 or int64 [1] on {k.device}, got {start.dtype} {list(start.shape)} on {start.device}"
+        )
+    if start.device.type == "cpu" and not 0 <= int(start) <= k.shape[1]:
+        raise ValueError(f"start: expected 0 <= start <= T = {k.shape[1]}, got {int(start)}")
 
 
 def fold_segments(M: Tensor, S: Tensor) -> Tensor:

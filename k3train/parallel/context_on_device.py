@@ -1,0 +1,256 @@
+"""Context parallelism for captured steps: every shape follows from the sizes, documents are looked up on the device.
+
+The maths is that of `context.py`, where the host knows the documents and leaves out what they do not need. Here all ranks
+do everything in every layer, and masks take the part that documents do not ask for: each gathers the tails of the
+convolutions, sums its last piece up as (M, S), and folds the pairs of all ranks before it. A document border anywhere
+cuts the fold by M = 0, since then no state goes through the slice; that a rank's first token begins a document is the
+only other thing to know.
+
+Nothing here reads a value on the host, and no number of the host is copied to the device: a replay would copy from
+memory that is long in other use. (An index that is a tensor of no dimensions would be read; these have one.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from k3kernels.conv import short_convolution_qkv
+from k3kernels.kda import fold_segments, kda_segment
+from k3kernels.live_rows import live_rows
+from k3train.errors import LayoutError
+from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
+from k3train.parallel.slices import swapped_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from k3train.model.backend import Backend
+    from k3train.model.context import ModelContext, PackedStream
+    from k3train.model.kda import KDA
+
+    Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    Watch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class DeviceSlice:
+    """Tokens [rank * length, (rank + 1) * length) of the stream; all tensors are on its device, and those of one number
+    have the shape [1].
+
+    pieces: int32 [N + 1], borders of the documents inside, counted from the slice's start: empty pieces at both ends stand
+    for the documents elsewhere.
+    first: int64, the piece that holds the first token; document_start: int32, where its document begins in the stream.
+    continues: bool, it began on a rank before.
+    last_begin: int32, where the piece that holds the last token begins, counted from the slice's start.
+    passes: bool, that piece is the whole slice and its document began before: what enters here goes out again.
+    """
+
+    rank: int
+    length: int
+    pieces: torch.Tensor
+    first: torch.Tensor
+    document_start: torch.Tensor
+    continues: torch.Tensor
+    last_begin: torch.Tensor
+    passes: torch.Tensor
+
+
+def document_at(cu_seqlens: torch.Tensor, position: int) -> torch.Tensor:
+    """int64 [1]: which document holds the token at `position`; empty ones hold none."""
+    return (cu_seqlens[1:] <= position).sum(0, keepdim=True)
+
+
+def device_slice(stream: PackedStream, group: dist.ProcessGroup) -> DeviceSlice:
+    """This rank's slice, made once a micro-batch."""
+    if "device_slice" not in stream.cache:
+        cu, size, rank = stream.cu_seqlens, group.size(), group.rank()
+        if stream.total == 0 or stream.total % size:
+            raise LayoutError(
+                f"a stream of {stream.total} tokens does not divide over parallel.context={size} ranks; "
+                f"make train.seq_length * train.micro_batch a multiple of {size}"
+            )
+        length = stream.total // size
+        start = rank * length
+        pieces = (cu - start).clamp(0, length).to(torch.int32)
+        first, last = document_at(cu, start), document_at(cu, start + length - 1)
+        document_start = cu.index_select(0, first)
+        stream.cache["device_slice"] = DeviceSlice(
+            rank=rank, length=length, pieces=pieces, first=first, document_start=document_start,
+            continues=document_start < start, last_begin=pieces.index_select(0, last),
+            passes=cu.index_select(0, last) < start,
+        )  # fmt: skip
+    return stream.cache["device_slice"]  # type: ignore[return-value]
+
+
+# -- KDA ------------------------------------------------------------------------------------------------------------
+
+
+def kda_attention(
+    layer: KDA, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor,
+    stream: PackedStream,
+) -> torch.Tensor:  # fmt: skip
+    """`context.kda_attention`: projected q, k, v [T/P, H * K], raw gate z and logits beta [T/P, H] -> o [T/P, H, V]."""
+    group = layer.ctx.layout.cp
+    part = device_slice(stream, group)
+    q, k, v = convolve((q, k, v), (layer.q_conv, layer.k_conv, layer.v_conv), part, group)
+    initial = at_first_piece(entering_state(layer, k, v, z, beta, part, group), part)
+    out, _ = layer.recurrence(q, k, v, z, beta, cu_seqlens=part.pieces, initial_state=initial)
+    return out
+
+
+def at_first_piece(state: torch.Tensor, part: DeviceSlice) -> torch.Tensor:
+    """[N, ...]: the state [...] for the piece with the first token, zero for all others."""
+    documents = part.pieces.shape[0] - 1
+    return state.new_zeros(documents, *state.shape).index_copy(0, part.first, state[None])
+
+
+def convolve(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor], part: DeviceSlice, group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Short convolutions [T/P, C_i] with C_i x W weights that see the inputs of the ranks before, in one exchange."""
+    before = weights[0].shape[1] - 1
+    states: tuple[torch.Tensor, ...] | None = None
+    if before:
+        tails = gather_rows(torch.cat([x[-before:] for x in inputs], dim=-1), group)
+        # The last inputs of all ranks end to end: those before this slice end where its own begin, also where slices are
+        # shorter than what a convolution sees. The zeros in front are the first rank's, which meets in the backward too.
+        padded = torch.nn.functional.pad(tails, (0, 0, before, 0))
+        rows = padded.narrow(0, part.rank * min(before, part.length), before)
+        positions = torch.arange(before, device=rows.device) + (part.rank * part.length - before)
+        rows = rows.masked_fill((positions < part.document_start)[:, None], 0)
+        states = tuple(at_first_piece(x.mT, part) for x in rows.split([x.shape[-1] for x in inputs], dim=-1))
+    q, k, v = inputs
+    *out, _ = short_convolution_qkv(
+        q[None], k[None], v[None], *weights, cu_seqlens=part.pieces, initial_states=states  # type: ignore[arg-type]
+    )  # fmt: skip
+    return tuple(x[0] for x in out)
+
+
+def entering_state(
+    layer: KDA, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, part: DeviceSlice,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:  # fmt: skip
+    """The state fp32 [H, K, V] in which this slice's first document enters: zero when it begins here."""
+    heads, width = layer.heads, layer.head_dim
+
+    def summary(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kda_segment(*tensors, bound=layer.ctx.model.kda.decay_bound, start=part.last_begin)
+
+    # recomputed in the backward: its intermediates are as large as the layer's own
+    per_head = (x.view(1, -1, heads, width) for x in (k, v, z))
+    M, S = checkpoint(
+        summary, *per_head, beta.view(1, -1, heads), layer.A_log, layer.dt_bias,
+        use_reentrant=False, preserve_rng_state=False,
+    )  # fmt: skip
+    return _FullScan.apply(M.masked_fill(~part.passes, 0), S, part.continues, group)
+
+
+class _FullScan(torch.autograd.Function):
+    """Fold S <- M_j S + S_j over all ranks before, and its mirror over all ranks behind.
+
+    M, S [H, K, K], [H, K, V] of this rank, M = 0 where a document begins in the slice; continues: bool [1]. A rank where
+    no document continues hands no gradient down, and its M is zero, so that the mirror is cut where the fold is.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, M: torch.Tensor, S: torch.Tensor, continues: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        pairs = gather_first(torch.cat([M, S], dim=-1)[None], group)[: group.rank()]
+        state = fold_segments(pairs[..., : M.shape[-1]], pairs[..., M.shape[-1] :]).masked_fill(~continues, 0)
+        ctx.group = group
+        ctx.save_for_backward(M, state, continues)
+        return state
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        M, state, continues = ctx.saved_tensors
+        grad = grad.to(M.dtype).masked_fill(~continues, 0)
+        pairs = gather_first(torch.cat([M, grad], dim=-1)[None], ctx.group)[ctx.group.rank() + 1 :].flip(0)
+        leaving = fold_segments(pairs[..., : M.shape[-1]].mT, pairs[..., M.shape[-1] :])
+        return leaving @ state.mT, leaving, None, None
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """Query rows [first, last) of the stream, and int32 [N + 1] borders of the documents' queries among them and of their
+    keys in the stream; first_key int32 [1] is where the first row's document begins."""
+
+    first: int
+    last: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    first_key: torch.Tensor
+
+
+def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> list[DeviceRows]:
+    """The blocks that this rank attends for, made once a micro-batch.
+
+    Documents that ended before a block have neither queries nor keys in it, like those that begin after it: the keys begin
+    at `first_key` rather than at 0.
+    """
+    if "device_rows" not in stream.cache:
+        cu, found = stream.cu_seqlens.to(torch.int32), []
+        for a, b in swapped_ranges(stream.total, group.size(), group.rank()):
+            first_key = cu.index_select(0, document_at(cu, a))
+            keys = torch.maximum(cu, first_key).clamp(max=b)
+            found.append(DeviceRows(a, b, (cu - a).clamp(0, b - a), keys, first_key))
+        stream.cache["device_rows"] = found
+    return stream.cache["device_rows"]  # type: ignore[return-value]
+
+
+def latent_attention(
+    ctx: ModelContext, q: torch.Tensor, latent: torch.Tensor, expand: Expand, stream: PackedStream, scale: float,
+    watch: Watch | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`context.latent_attention`: q [T/P, H, K], latent [T/P, C] -> [T/P, H, V].
+
+    watch: is shown queries, keys and the keys' documents of every block, once.
+    """
+    group = ctx.layout.cp
+    blocks = query_rows(stream, group)
+    documents = None if watch is None else stream.document_ids()
+    shown = [watch]  # taken by the first pass: the backward runs the core again
+
+    def core(q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+        latents = gather_rows(latent, group)
+        once = shown.pop() if shown else None
+        return attend_blocks(ctx.backend, q, latents, expand, blocks, scale, documents, once)
+
+    rows = swap_halves(q, group)
+    if ctx.recompute in ("full", "unit"):  # the whole layer is computed again, and keeps nothing before
+        out = core(rows, latent)
+    else:
+        # keys and values of the whole stream exist only while the core runs: the backward gathers and expands them again
+        out = checkpoint(core, rows, latent, use_reentrant=False, preserve_rng_state=False)
+    return swap_halves(out, group)
+
+
+def attend_blocks(
+    backend: Backend, q: torch.Tensor, latents: torch.Tensor, expand: Expand, blocks: Sequence[DeviceRows],
+    scale: float, documents: torch.Tensor | None = None, watch: Watch | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """q [rows, H, K] of the blocks end to end, latents [T, C] of the whole stream -> [rows, H, V].
+
+    documents: int [T], of each token of the stream, which a watch needs.
+    """
+    k, v = expand(latents[: max(block.last for block in blocks)])
+    parts = []
+    for block, part in zip(blocks, q.split([block.last - block.first for block in blocks])):
+        # Keys before the first row's document have no queries, and a kernel need not write their gradients: whatever it
+        # leaves there is dropped. A device test (test_backend_gpu.py) fills such rows with NaN to see that it is.
+        keys, values = (live_rows(x[: block.last], block.first_key) for x in (k, v))
+        if watch is not None and documents is not None:
+            watch(part, keys, documents[: block.last])
+        parts.append(backend.suffixes_attention(part, keys, values, block.queries, block.keys, None, scale))
+    return torch.cat(parts)
