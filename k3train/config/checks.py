@@ -289,6 +289,9 @@ def _check_graphs(config: Config) -> None:
             p.expert > 1 and p.expert_exchange != "slots", "the exchange of experts reads its sizes on the host; "
             "parallel.expert_exchange=slots does not"
         ),
+        f"parallel.context={p.context} and model.mixer={config.model.mixer}": (
+            p.context > 1 and config.model.mixer != "kda", "only KDA's slices are looked up on the device"
+        ),
         "parallel.overlap_param_gather=true": (p.overlap_param_gather, "gathers are noted down on the host"),
         "train.activations.layer_inputs=offload": (
             config.train.activations.layer_inputs == "offload", "host memory is handed out again between steps"

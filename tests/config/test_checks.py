@@ -91,6 +91,10 @@ VALUES = {
         ["train.cuda_graphs=step", "parallel.expert=2", "parallel.expert_exchange=sized"],
         "parallel.expert_exchange=slots",
     ),
+    "graphs over slices of another mixer": (
+        ["train.cuda_graphs=step", "parallel.context=2", "model.mixer=delta"],
+        "only KDA's slices",
+    ),
     "graphs with gathers under way": (
         ["train.cuda_graphs=step", "parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce=true"],
         "parallel.overlap_param_gather=true",
