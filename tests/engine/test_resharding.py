@@ -20,6 +20,7 @@ CHAIN: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.ops
 def test_a_run_that_changes_its_layout_every_step_is_the_run_of_one_process(tmp_path: Path) -> None:
     """One step under each layout, through a checkpoint; weights, both moments, step counts and biases travel."""
     want = one_process(steps=len(CHAIN))

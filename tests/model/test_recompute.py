@@ -128,9 +128,9 @@ CONTEXT_TENSOR, PIPELINE_EXPERT = {"context": 2, "tensor": 2}, {"pipeline": 2, "
 @pytest.mark.parametrize(
     ("sizes", "mode"),
     [
-        (CONTEXT_TENSOR, "unit"), (PIPELINE_EXPERT, "full"),
+        (PIPELINE_EXPERT, "full"),
         *(pytest.param(*case, marks=pytest.mark.ops) for case in
-          [(CONTEXT_TENSOR, "selective"), (CONTEXT_TENSOR, "full"), (PIPELINE_EXPERT, "selective"),
+          [(CONTEXT_TENSOR, "selective"), (CONTEXT_TENSOR, "unit"), (CONTEXT_TENSOR, "full"), (PIPELINE_EXPERT, "selective"),
            (PIPELINE_EXPERT, "unit")]),
     ],
     ids=str,

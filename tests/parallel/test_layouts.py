@@ -39,7 +39,6 @@ LAYOUTS: list[Case] = [
     (2, {"context": 2}, ALONE),
     (4, {"context": 2, "tensor": 2}, ALONE),
     (2, {"context": 2}, CAPTURABLE),
-    (4, {"context": 2, "tensor": 2}, CAPTURABLE),
     (4, {"context": 2, "expert": 4}, ALONE),  # experts over data x context ranks
     (4, {"pipeline": 4, "virtual": 2}, {}),
     (4, {"tensor": 2, "expert": 2}, {}),
@@ -58,6 +57,7 @@ FURTHER: list[Case] = [
     (2, {"context": 2}, {}),
     (4, {"context": 4}, {"train.micro_batch": 1}),
     (4, {"context": 4}, {"train.micro_batch": 1, "model.kda.decay_bound": None}),
+    (4, {"context": 2, "tensor": 2}, CAPTURABLE),
     (4, {"context": 4}, CAPTURABLE),
     (4, {"context": 4}, {**CAPTURABLE, "model.kda.decay_bound": None}),
     (2, {"context": 2}, {**CAPTURABLE, "train.recompute": "unit"}),

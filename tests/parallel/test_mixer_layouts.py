@@ -13,7 +13,7 @@ from tests.parallel.compare import differences, one_process, train
 Case = tuple[str, int, dict[str, Any]]
 BRIEF: list[Case] = [
     ("softmax", 2, {"context": 2}), ("gated_delta", 2, {"context": 2}), ("linear", 2, {"pipeline": 2}),
-    ("delta", 4, {"tensor": 2, "context": 2}),
+    ("delta", 2, {"tensor": 2}),
 ]  # fmt: skip
 EVERY: list[tuple[int, dict[str, Any]]] = [
     (2, {"tensor": 2}), (2, {"context": 2}), (2, {"pipeline": 2}), (2, {"data": 2}), (2, {"expert": 2}),

@@ -36,6 +36,7 @@ def test_another_update_shows_before_any_other_gradient() -> None:
     assert "updated parameters differ" in found and "q_proj" in found and "experts" not in found
 
 
+@pytest.mark.ops
 def test_whole_matrix_muon_gathers_what_tensor_ranks_hold() -> None:
     whole = {**MUON, "optim.muon.per_head": False}
     reference = one_process(whole)
@@ -43,6 +44,7 @@ def test_whole_matrix_muon_gathers_what_tensor_ranks_hold() -> None:
     assert differences(one_process(MUON), reference), "per-head and whole-matrix updates must differ"
 
 
+@pytest.mark.ops
 def test_the_routers_matrix_and_the_scale_of_whole_matrices() -> None:
     switched = {**MUON, "optim.muon.router": True, "optim.muon.scale": "matrix"}
     reference = one_process(switched)
