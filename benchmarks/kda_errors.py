@@ -17,7 +17,7 @@ BOUND = -5.0
 Call = Callable[[dict[str, Tensor], Tensor | None], tuple[Tensor, list[Tensor]]]
 
 
-def cases(device: str, T: int = 1000, H: int = 4, K: int = 128) -> dict[str, dict[str, Tensor]]:
+def cases(device: str, T: int, H: int, K: int) -> dict[str, dict[str, Tensor]]:
     """Case -> inputs of a provider and the output's gradient `do`, bf16 but for the parameters."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -51,10 +51,12 @@ def exact(x: dict[str, Tensor], _: Tensor | None) -> tuple[Tensor, list[Tensor]]
     return kda(*leaves, bound=BOUND, backend="torch")[0], leaves
 
 
-def errors(calls: dict[str, Call], device: str, **sizes: int) -> dict[str, dict[str, list[float]]]:
+def errors(
+    calls: dict[str, Call], device: str, T: int = 1000, H: int = 4, K: int = 128
+) -> dict[str, dict[str, list[float]]]:
     """Case -> provider -> errors of o and of the gradient of every part."""
     table: dict[str, dict[str, list[float]]] = {}
-    for case, x in cases(device, **sizes).items():
+    for case, x in cases(device, T, H, K).items():
         expected = results(exact, x, torch.float64)
         row = table[case] = {}
         for name, call in calls.items():

@@ -148,11 +148,8 @@ def build(shape: Shape, layout: Any, device: torch.device, *, length: int, recom
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     cuda = device.type == "cuda"
-    for name in (
-        "NVTE_FLASH_ATTN",
-        "NVTE_FUSED_ATTN",
-        "NVTE_UNFUSED_ATTN",
-    ):  # ours sets one; megatron chooses by itself
+    # megatron chooses its attention by itself and refuses where one of these is set, as our backend does
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)
     dtype = torch.bfloat16 if cuda else torch.float32
     multi_latent_attention._prepare_mla_core_attention_value = lambda _, query, value, packed: (value, False, 0, 0)
