@@ -63,6 +63,7 @@ ARMS: dict[str, list[str]] = {
     "fp8_both": ["train.precision=fp8_current", "train.fp8_share_inputs=true", "train.fp8_cache_weights=true"],
     "long": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
              "train.recompute=unit", "train.cuda_graphs=none"],
+    "long_graphs": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.recompute=unit"],
     "data2": ["parallel.data=2"],
     "data2_overlap": ["parallel.data=2", "parallel.overlap_grad_reduce=true"],  # the whole schedule in one graph
     "expert2": ["parallel.expert=2", "train.cuda_graphs=none"],
