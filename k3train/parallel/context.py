@@ -19,7 +19,7 @@ from k3kernels.conv import short_convolution_qkv
 from k3kernels.kda import first_document_state, fold_segments, kda_segment
 from k3train.parallel import context_on_device
 from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
-from k3train.parallel.slices import QueryBlock, Slice, cut, swapped_blocks
+from k3train.parallel.slices import QueryBlock, Slice, cut, own_block, swap_pays, swapped_blocks
 
 if TYPE_CHECKING:
     from k3train.model.backend import Backend
@@ -176,16 +176,18 @@ class Rows:
     keys: torch.Tensor
 
 
-def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> list[Rows]:
-    """The blocks that this rank attends for, made once a micro-batch."""
+def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> tuple[list[Rows], bool]:
+    """The blocks that this rank attends for, made once a micro-batch, and whether half of their rows are another rank's."""
     if "query_rows" not in stream.cache:
-        device, found = stream.cu_seqlens.device, []
-        for block in swapped_blocks(_bounds(stream), group.size(), group.rank()):
+        device, found, bounds = stream.cu_seqlens.device, [], _bounds(stream)
+        swapped = swap_pays(bounds, group.size())
+        mine = swapped_blocks if swapped else lambda *of: [own_block(*of)]
+        for block in mine(bounds, group.size(), group.rank()):
             more = max(8, 1 << (len(block.pieces) - 1).bit_length()) - len(block.pieces)
             ends = [(last - block.first, last - block.first_key) for _, last, _ in block.pieces]
             queries, keys = zip((0, 0), *ends, *[ends[-1]] * more)
             found.append(Rows(block, _on_device(queries, torch.int32, device), _on_device(keys, torch.int32, device)))
-        stream.cache["query_rows"] = found
+        stream.cache["query_rows"] = found, swapped
     return stream.cache["query_rows"]  # type: ignore[return-value]
 
 
@@ -197,26 +199,26 @@ def latent_attention(
 
     watch: is shown queries and keys of every piece, once; with `on_device` of every block, with the keys' documents.
 
-    The latents travel, not the keys they expand to. Since contiguous slices would leave the first ranks idle under the
-    causal mask, ranks trade half of their query rows with their mirror and trade the results back.
+    The latents travel, not the keys they expand to. Long documents would leave the first ranks idle under the causal mask:
+    then ranks trade half of their query rows with their mirror and trade the results back (`swap_pays`).
     """
     if stream.on_device:
         return context_on_device.latent_attention(ctx, q, latent, expand, stream, scale, watch)
     group = ctx.layout.cp
-    blocks = query_rows(stream, group)
+    blocks, swapped = query_rows(stream, group)
     shown = [watch]  # taken by the first pass: the backward runs the core again
 
     def core(q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
         once = shown.pop() if shown else None
         return attend_blocks(ctx.backend, q, gather_rows(latent, group), expand, blocks, scale, once)
 
-    rows = swap_halves(q, group)
+    rows = swap_halves(q, group) if swapped else q
     if ctx.recompute in ("full", "unit"):  # the whole layer is computed again, and keeps nothing before
         out = core(rows, latent)
     else:
         # keys and values of the whole stream exist only while the core runs: the backward gathers and expands them again
         out = checkpoint(core, rows, latent, use_reentrant=False, preserve_rng_state=False)
-    return swap_halves(out, group)
+    return swap_halves(out, group) if swapped else out
 
 
 def attend_blocks(

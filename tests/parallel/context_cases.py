@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from k3train.model.gated_mla import GatedMLA
 from k3train.model.kda import KDA
 from k3train.model.parameters import ParameterSpec, draw, initialize_parameters
 from k3train.parallel import layout as layouts
+from k3train.parallel import slices
 from tests.parallel.tiny import tiny_model
 
 
@@ -52,12 +55,24 @@ def run(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, stream: 
     return {"y": y.detach(), "x": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters()}
 
 
+@contextmanager
+def trading(row_pairs: int) -> Iterator[None]:
+    """Half of the query rows goes to another rank where that saves its attention this many pairs a row."""
+    before, slices.ROW_PAIRS = slices.ROW_PAIRS, row_pairs
+    try:
+        yield
+    finally:
+        slices.ROW_PAIRS = before
+
+
 def deviations(
-    kind: str, streams: dict[str, list[list[int]]], bound: float | None = -5.0, on_device: bool = False
-) -> dict[str, dict[str, float]]:
+    kind: str, streams: dict[str, list[list[int]]], bound: float | None = -5.0, on_device: bool = False,
+    row_pairs: int = 0,
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Largest relative L2 deviation from the whole stream, by name of the streams and by tensor (ranks pooled).
 
     on_device: as a captured step does it: documents looked up on the device, and padded by empty ones.
+    row_pairs: as for `trading`.
 
     KDA runs in fp64; attention in fp32, since its norms compute in fp32 whatever they are given.
     """
@@ -76,7 +91,8 @@ def deviations(
         cu = torch.tensor(bounds, dtype=torch.int32)
         want = run(whole, x, weight, PackedStream(cu, total))
         padded = pad_documents(cu) if on_device else cu
-        got = run(local, x[mine], weight[mine], PackedStream(padded, total, on_device=on_device))
+        with trading(row_pairs):
+            got = run(local, x[mine], weight[mine], PackedStream(padded, total, on_device=on_device))
         errors = worst.setdefault(name, {})
         for key, value in got.items():
             if key in ("y", "x"):
@@ -115,7 +131,7 @@ def count_exchanges(bounds: list[int]) -> dict[str, list[tuple[int, ...]]]:
     return found
 
 
-def attention_work(bounds: list[int]) -> tuple[int, int]:
+def attention_work(bounds: list[int], row_pairs: int = 0) -> tuple[int, int]:
     """Query-key pairs this rank's attention core worked on, and the largest saved tensor in elements."""
     ctx, _ = contexts()
     module = initialized(GatedMLA(ctx, 0), ctx)
@@ -137,7 +153,7 @@ def attention_work(bounds: list[int]) -> tuple[int, int]:
     Backend.suffix_attention = counted
     try:
         x = torch.randn(bounds[-1] // ctx.layout.cp.size(), ctx.model.hidden_size, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), trading(row_pairs):
             module(x, PackedStream(torch.tensor(bounds, dtype=torch.int32), bounds[-1]))
     finally:
         Backend.suffix_attention = real
