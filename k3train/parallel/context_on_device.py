@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from k3kernels.conv import short_convolution_qkv
-from k3kernels.kda import fold_segments, kda_segment
+from k3kernels.kda import fold_segments
 from k3kernels.live_rows import live_rows
 from k3train.errors import LayoutError
 from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
+from k3train.parallel.last_piece import summarize
 from k3train.parallel.slices import swapped_ranges
 
 if TYPE_CHECKING:
@@ -138,17 +139,8 @@ def entering_state(
     group: dist.ProcessGroup,
 ) -> torch.Tensor:  # fmt: skip
     """The state fp32 [H, K, V] in which this slice's first document enters: zero when it begins here."""
-    heads, width = layer.heads, layer.head_dim
-
-    def summary(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return kda_segment(*tensors, bound=layer.ctx.model.kda.decay_bound, start=part.last_begin)
-
-    # recomputed in the backward: its intermediates are as large as the layer's own
-    per_head = (x.view(1, -1, heads, width) for x in (k, v, z))
-    M, S = checkpoint(
-        summary, *per_head, beta.view(1, -1, heads), layer.A_log, layer.dt_bias,
-        use_reentrant=False, preserve_rng_state=False,
-    )  # fmt: skip
+    # made again in the backward: its intermediates are as large as the layer's own, however short the piece is
+    M, S = summarize(layer, k, v, z, beta, again=True, start=part.last_begin)
     return _FullScan.apply(M.masked_fill(~part.passes, 0), S, part.continues, group)
 
 
