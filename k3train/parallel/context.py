@@ -96,7 +96,8 @@ def convolve(
     before = weights[0].shape[1] - 1
     states: tuple[torch.Tensor, ...] | None = None
     if part.crossed and before:
-        tails = gather_rows(torch.cat([x[-before:] for x in inputs], dim=-1), group)
+        inputs, ends = zip(*(with_tail(x, max(0, x.shape[0] - before)) for x in inputs))  # type: ignore[assignment]
+        tails = gather_rows(torch.cat(ends, dim=-1), group)
         places = history(stream, part, before)
         # ranks without history read a row too and drop it, so that all of them meet in the backward
         rows = tails[places.clamp(min=0)].masked_fill((places < 0)[:, None], 0)
@@ -109,7 +110,7 @@ def convolve(
     *out, _ = short_convolution_qkv(
         q[None], k[None], v[None], *weights, cu_seqlens=borders, initial_states=states  # type: ignore[arg-type]
     )  # fmt: skip
-    return tuple(x[0] for x in out)
+    return tuple(x.squeeze(0) for x in out)  # not x[0], whose gradient is copied into one of zeros
 
 
 def entering_state(

@@ -1,6 +1,5 @@
-"""The last document piece of a rank's slice, whose summary the ranks behind ask for: often few of the slice's tokens.
-
-What is done for it should cost as much as it is long, in the backward too.
+"""The last rows of a rank's slice, which the ranks behind ask for: the last document piece, whose summary is made here, and
+the last inputs of the convolutions. They are often few, and cost as much as they are long, in the backward too.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def with_tail(x: torch.Tensor, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     So the gradient that arrives for the first output is written to, and nobody else may hold it. Autograd cannot tell. It
     is so where that output has one reader, reached through views alone, whose backward allocates a tensor for each of
-    its inputs, as KDA's does, and where no hook and no retain_grad keeps that gradient: inside `context.kda_attention`.
-    It would not be so for with_tail(x, n)[0] + y, since a sum hands both terms the same gradient.
+    its inputs, as those of KDA and of the convolutions do, and where no hook and no retain_grad keeps that gradient:
+    inside `kda_attention`. It would not be so for with_tail(x, n)[0] + y, since a sum hands both terms one gradient.
     """
     if begin == 0:  # the same rows twice: autograd's own sum does no more
         return x, x
