@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from k3train.engine.graphs import pad_documents
 from k3train.model.backend.local import Backend
@@ -18,6 +20,7 @@ from k3train.model.context import ModelContext, PackedStream
 from k3train.model.gated_mla import GatedMLA
 from k3train.model.kda import KDA
 from k3train.model.parameters import ParameterSpec, draw, initialize_parameters
+from k3train.parallel import context, last_piece
 from k3train.parallel import layout as layouts
 from k3train.parallel import slices
 from tests.parallel.tiny import tiny_model
@@ -158,6 +161,47 @@ def attention_work(bounds: list[int], row_pairs: int = 0) -> tuple[int, int]:
     finally:
         Backend.suffix_attention = real
     return pairs, largest
+
+
+class WholeSlice(TorchDispatchMode):
+    """Counts the operations, by name, that make or write tensors with one row for each token of a slice."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.found = length, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.found[func.overloadpacket.__name__] += self.length in out.shape[:2]
+        return out
+
+
+def kda_backward(bounds: list[int], recompute: str = "none") -> tuple[dict[str, int], int]:
+    """What the backward of `kda_attention` does to whole slices, and how many summaries this rank computed."""
+    ctx, _ = contexts()
+    ctx.recompute = recompute
+    layer = initialized(KDA(ctx, 0), ctx)
+    length = bounds[-1] // ctx.layout.cp.size()
+    widths = [layer.heads * layer.head_dim] * 4 + [layer.heads]  # q, k, v, z and beta
+    projected = [torch.randn(length, width, requires_grad=True) * 1 for width in widths]
+    summaries, real = 0, last_piece.kda_segment
+
+    def counted(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal summaries
+        summaries += 1
+        return real(*tensors, **options)
+
+    last_piece.kda_segment = counted
+    try:
+        out = context.kda_attention(
+            layer, *projected, PackedStream(torch.tensor(bounds, dtype=torch.int32), bounds[-1])
+        )
+        with WholeSlice(length) as work:
+            out.backward(torch.randn(out.shape))
+    finally:
+        last_piece.kda_segment = real
+    return +work.found, summaries
 
 
 def without_gradients(bounds: list[int]) -> float:

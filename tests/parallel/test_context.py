@@ -89,6 +89,33 @@ def test_nothing_travels_between_kda_layers_when_no_document_crosses_a_border() 
         assert seen["kda"] == seen["kda backward"] == []
 
 
+def test_a_short_document_over_a_border_adds_no_work_on_whole_slices() -> None:
+    crossing, apart = (pool(2).run(f"{CASES}:kda_backward", bounds=b) for b in ([0, 90, 110, 200], [0, 50, 100, 200]))
+    for (work, _), (without, _) in zip(crossing, apart):
+        assert work == without
+        assert work["silu_backward"] == 3  # what is counted includes what there is to do
+        assert not {"add", "add_", "zeros", "slice_backward", "select_backward"} & set(work)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "recompute", "times"),
+    [
+        ([0, 75, 200], "none", 1),
+        ([0, 74, 200], "none", 2),
+        ([0, 200], "none", 2),
+        ([0, 200], "selective", 2),
+        ([0, 200], "unit", 1),
+        ([0, 200], "full", 1),
+    ],
+    ids=["a quarter of the slice", "more", "all", "all, selective", "all, in units", "all, in full"],
+)
+def test_a_summary_is_made_again_in_the_backward_where_that_saves_memory(
+    bounds: list[int], recompute: str, times: int
+) -> None:
+    (_, first), (_, last) = pool(2).run(f"{CASES}:kda_backward", bounds=bounds, recompute=recompute)
+    assert (first, last) == (times, 0)
+
+
 def test_attention_work_is_equal_and_no_rank_keeps_the_keys_of_the_stream() -> None:
     length = 64
     results = pool(4).run(f"{CASES}:attention_work", bounds=[0, 4 * length])
