@@ -20,9 +20,8 @@ from k3train.model.context import ModelContext, PackedStream
 from k3train.model.gated_mla import GatedMLA
 from k3train.model.kda import KDA
 from k3train.model.parameters import ParameterSpec, draw, initialize_parameters
-from k3train.parallel import context, last_piece
+from k3train.parallel import context, last_piece, slices
 from k3train.parallel import layout as layouts
-from k3train.parallel import slices
 from tests.parallel.tiny import tiny_model
 
 
