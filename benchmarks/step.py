@@ -81,6 +81,11 @@ ARMS: dict[str, list[str]] = {
         "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
         "train.recompute=unit", "train.cuda_graphs=none",
     ],
+    "context2_overlap": [
+        "parallel.context=2", "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true",
+        "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.recompute=unit",
+        "train.cuda_graphs=none",
+    ],
     "context2_graphs": [
         "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
         "train.recompute=unit",

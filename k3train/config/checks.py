@@ -292,6 +292,7 @@ def _check_graphs(config: Config) -> None:
         f"parallel.context={p.context} and model.mixer={config.model.mixer}": (
             p.context > 1 and config.model.mixer != "kda", "only KDA's slices are looked up on the device"
         ),
+        "model.mixer=linear": (config.model.mixer == "linear", "its chunks are cut by documents on the host"),
         "parallel.overlap_param_gather=true": (p.overlap_param_gather, "gathers are noted down on the host"),
         "train.activations.layer_inputs=offload": (
             config.train.activations.layer_inputs == "offload", "host memory is handed out again between steps"

@@ -216,11 +216,11 @@ class MegatronEngine:
         total = batch["tokens"].shape[0]
         start, length = self._slice(total)
         stream = PackedStream(batch["cu_seqlens"], total, sequence_length=self.config.train.seq_length)
-        if self.layout.sizes.context > 1:
-            # what may be captured asks the host for nothing, in the steps that are launched from Python too
-            stream.on_device = self.config.train.cuda_graphs != "none" and model.training
-            if not stream.on_device and not held["cu_seqlens"].is_cuda:
-                stream.bounds = held["cu_seqlens"].tolist()
+        # what may be captured asks the host for nothing, in the steps that are launched from Python too
+        device_only = self.config.train.cuda_graphs != "none" and model.training
+        stream.on_device = device_only and self.layout.sizes.context > 1
+        if not device_only and not held["cu_seqlens"].is_cuda:
+            stream.bounds = held["cu_seqlens"].tolist()
         tokens = batch["tokens"].narrow(0, start, length)
         labels = batch["labels"].narrow(0, start, length)
         mask = batch["loss_mask"].narrow(0, start, length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -69,6 +70,21 @@ class PackedStream:
     on_device: bool = False
     attend: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     cache: dict[str, object] = field(default_factory=dict)
+
+    def longest(self) -> int:
+        """A bound on the length of a document: where the host knows them, the next power of two, else a sequence.
+
+        Attention kernels start work for every document as if it were this long, and libraries plan anew for every bound.
+        """
+        most = self.sequence_length or self.total
+        if self.bounds is None:
+            return most
+        if "longest" not in self.cache:
+            length = max(b - a for a, b in itertools.pairwise(self.bounds))
+            self.cache["longest"] = min(most, 1 << (length - 1).bit_length())
+        longest = self.cache["longest"]
+        assert isinstance(longest, int)
+        return longest
 
     def document_ids(self) -> torch.Tensor:
         """int32 [T]: the document of each token of the whole stream."""

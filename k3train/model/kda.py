@@ -102,7 +102,7 @@ class KDA(nn.Module):
             bound=self.ctx.model.kda.decay_bound, cu_seqlens=cu_seqlens, initial_state=initial_state,
             output_final_state=self.ctx.probe is not None,
         )  # fmt: skip
-        return out[0], state
+        return out.squeeze(0), state  # not out[0], whose gradient is copied into one of zeros
 
     @torch.no_grad()
     def log_decay(self, z: torch.Tensor) -> torch.Tensor:

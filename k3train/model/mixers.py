@@ -97,7 +97,8 @@ class LadderMixer(nn.Module):
         if self.kind == "softmax":
             return self.ctx.backend.attention(q[0], k[0], v[0], stream, width**-0.5)
         if self.kind == "linear":
-            return linear_attention(q, k, v, cu_seqlens=cu)[0][0]
+            borders = cu if stream.bounds is None else torch.tensor(stream.bounds)  # the host plans its chunks
+            return linear_attention(q, k, v, cu_seqlens=borders)[0][0]
         beta = gates[0][None]
         if self.kind == "delta":
             return delta_rule(q, k, v, beta, cu_seqlens=cu)[0][0]

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from k3kernels.conv import short_convolution_qkv
-from k3kernels.kda import first_document_state, fold_segments, kda_segment
+from k3kernels.kda import first_document_state, fold_segments
 from k3train.parallel import context_on_device
 from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
-from k3train.parallel.slices import QueryBlock, Slice, cut, swapped_blocks
+from k3train.parallel.last_piece import summarize, with_tail
+from k3train.parallel.slices import QueryBlock, Slice, cut, own_block, swap_pays, swapped_blocks
 
 if TYPE_CHECKING:
     from k3train.model.backend import Backend
@@ -76,8 +77,12 @@ def kda_attention(
     part, borders = local_slice(stream, group)
     weights = (layer.q_conv, layer.k_conv, layer.v_conv)
     q, k, v = convolve((q, k, v), weights, stream, group)
-    state = entering_state(layer, k, v, z, beta, part, group) if part.crossed else None
-    initial = None if state is None else first_document_state(state, len(part.pieces) - 1)
+    initial = None
+    if part.crossed:
+        last = k, v, z, beta
+        if part.leaves:
+            (k, v, z, beta), last = zip(*(with_tail(x, part.pieces[-2]) for x in last))
+        initial = first_document_state(entering_state(layer, *last, part, group), len(part.pieces) - 1)
     out, _ = layer.recurrence(q, k, v, z, beta, cu_seqlens=borders, initial_state=initial)
     return out
 
@@ -91,7 +96,8 @@ def convolve(
     before = weights[0].shape[1] - 1
     states: tuple[torch.Tensor, ...] | None = None
     if part.crossed and before:
-        tails = gather_rows(torch.cat([x[-before:] for x in inputs], dim=-1), group)
+        inputs, ends = zip(*(with_tail(x, max(0, x.shape[0] - before)) for x in inputs))  # type: ignore[assignment]
+        tails = gather_rows(torch.cat(ends, dim=-1), group)
         places = history(stream, part, before)
         # ranks without history read a row too and drop it, so that all of them meet in the backward
         rows = tails[places.clamp(min=0)].masked_fill((places < 0)[:, None], 0)
@@ -104,30 +110,27 @@ def convolve(
     *out, _ = short_convolution_qkv(
         q[None], k[None], v[None], *weights, cu_seqlens=borders, initial_states=states  # type: ignore[arg-type]
     )  # fmt: skip
-    return tuple(x[0] for x in out)
+    return tuple(x.squeeze(0) for x in out)  # not x[0], whose gradient is copied into one of zeros
 
 
 def entering_state(
     layer: KDA, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, part: Slice,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:  # fmt: skip
-    """The state fp32 [H, K, V] in which this slice's first document enters: zero when it begins here."""
+    """The state fp32 [H, K, V] in which this slice's first document enters: zero when it begins here.
+
+    k, v, z [n, H * K] and beta [n, H] are of the slice's last piece, if its document goes on on the next rank.
+    """
     heads, width = layer.heads, layer.head_dim
     if part.leaves:
-        begin = part.pieces[-2]
-        # a document that began here does not depend on what entered: [0, begin, length] says so even for begin = 0
-        whole = begin == 0 and part.continues
-        borders = None if whole else torch.tensor([0, begin, part.length], dtype=torch.int32)
-
-        def summary(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return kda_segment(*tensors, bound=layer.ctx.model.kda.decay_bound, cu_seqlens=borders)
-
-        # recomputed in the backward: its intermediates are as large as the layer's own
-        per_head = (x.view(1, -1, heads, width) for x in (k, v, z))
-        M, S = checkpoint(
-            summary, *per_head, beta.view(1, -1, heads), layer.A_log, layer.dt_bias,
-            use_reentrant=False, preserve_rng_state=False,
-        )  # fmt: skip
+        tokens = k.shape[0]
+        # a document that began here does not depend on what entered: an empty piece before it says so
+        passes = tokens == part.length and part.continues
+        borders = None if passes else torch.tensor([0, 0, tokens], dtype=torch.int32)
+        # The intermediates of a long piece are as large as the layer's own, and made again in the backward, unless the
+        # whole layer is. Those of a short one are worth less than a second pass over it.
+        again = tokens > part.length // 4 and layer.ctx.recompute not in ("full", "unit")
+        M, S = summarize(layer, k, v, z, beta, again=again, cu_seqlens=borders)
     else:  # nobody will read it
         dtype = torch.promote_types(k.dtype, torch.float32)
         M, S = (torch.zeros(heads, width, width, dtype=dtype, device=k.device) for _ in range(2))
@@ -176,16 +179,18 @@ class Rows:
     keys: torch.Tensor
 
 
-def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> list[Rows]:
-    """The blocks that this rank attends for, made once a micro-batch."""
+def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> tuple[list[Rows], bool]:
+    """The blocks that this rank attends for, made once a micro-batch, and whether half of their rows are another rank's."""
     if "query_rows" not in stream.cache:
-        device, found = stream.cu_seqlens.device, []
-        for block in swapped_blocks(_bounds(stream), group.size(), group.rank()):
+        device, found, bounds = stream.cu_seqlens.device, [], _bounds(stream)
+        swapped = swap_pays(bounds, group.size())
+        mine = swapped_blocks if swapped else lambda *of: [own_block(*of)]
+        for block in mine(bounds, group.size(), group.rank()):
             more = max(8, 1 << (len(block.pieces) - 1).bit_length()) - len(block.pieces)
             ends = [(last - block.first, last - block.first_key) for _, last, _ in block.pieces]
             queries, keys = zip((0, 0), *ends, *[ends[-1]] * more)
             found.append(Rows(block, _on_device(queries, torch.int32, device), _on_device(keys, torch.int32, device)))
-        stream.cache["query_rows"] = found
+        stream.cache["query_rows"] = found, swapped
     return stream.cache["query_rows"]  # type: ignore[return-value]
 
 
@@ -197,26 +202,26 @@ def latent_attention(
 
     watch: is shown queries and keys of every piece, once; with `on_device` of every block, with the keys' documents.
 
-    The latents travel, not the keys they expand to. Since contiguous slices would leave the first ranks idle under the
-    causal mask, ranks trade half of their query rows with their mirror and trade the results back.
+    The latents travel, not the keys they expand to. Long documents would leave the first ranks idle under the causal mask:
+    then ranks trade half of their query rows with their mirror and trade the results back (`swap_pays`).
     """
     if stream.on_device:
         return context_on_device.latent_attention(ctx, q, latent, expand, stream, scale, watch)
     group = ctx.layout.cp
-    blocks = query_rows(stream, group)
+    blocks, swapped = query_rows(stream, group)
     shown = [watch]  # taken by the first pass: the backward runs the core again
 
     def core(q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
         once = shown.pop() if shown else None
         return attend_blocks(ctx.backend, q, gather_rows(latent, group), expand, blocks, scale, once)
 
-    rows = swap_halves(q, group)
+    rows = swap_halves(q, group) if swapped else q
     if ctx.recompute in ("full", "unit"):  # the whole layer is computed again, and keeps nothing before
         out = core(rows, latent)
     else:
         # keys and values of the whole stream exist only while the core runs: the backward gathers and expands them again
         out = checkpoint(core, rows, latent, use_reentrant=False, preserve_rng_state=False)
-    return swap_halves(out, group)
+    return swap_halves(out, group) if swapped else out
 
 
 def attend_blocks(

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from k3kernels.conv import short_convolution_qkv
-from k3kernels.kda import fold_segments, kda_segment
+from k3kernels.kda import fold_segments
 from k3kernels.live_rows import live_rows
 from k3train.errors import LayoutError
 from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
+from k3train.parallel.last_piece import summarize, with_tail
 from k3train.parallel.slices import swapped_ranges
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def convolve(
     before = weights[0].shape[1] - 1
     states: tuple[torch.Tensor, ...] | None = None
     if before:
-        tails = gather_rows(torch.cat([x[-before:] for x in inputs], dim=-1), group)
+        inputs, ends = zip(*(with_tail(x, max(0, x.shape[0] - before)) for x in inputs))  # type: ignore[assignment]
+        tails = gather_rows(torch.cat(ends, dim=-1), group)
         # The last inputs of all ranks end to end: those before this slice end where its own begin, also where slices are
         # shorter than what a convolution sees. The zeros in front are the first rank's, which meets in the backward too.
         padded = torch.nn.functional.pad(tails, (0, 0, before, 0))
@@ -130,7 +132,7 @@ def convolve(
     *out, _ = short_convolution_qkv(
         q[None], k[None], v[None], *weights, cu_seqlens=part.pieces, initial_states=states  # type: ignore[arg-type]
     )  # fmt: skip
-    return tuple(x[0] for x in out)
+    return tuple(x.squeeze(0) for x in out)  # not x[0], whose gradient is copied into one of zeros
 
 
 def entering_state(
@@ -138,17 +140,8 @@ def entering_state(
     group: dist.ProcessGroup,
 ) -> torch.Tensor:  # fmt: skip
     """The state fp32 [H, K, V] in which this slice's first document enters: zero when it begins here."""
-    heads, width = layer.heads, layer.head_dim
-
-    def summary(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return kda_segment(*tensors, bound=layer.ctx.model.kda.decay_bound, start=part.last_begin)
-
-    # recomputed in the backward: its intermediates are as large as the layer's own
-    per_head = (x.view(1, -1, heads, width) for x in (k, v, z))
-    M, S = checkpoint(
-        summary, *per_head, beta.view(1, -1, heads), layer.A_log, layer.dt_bias,
-        use_reentrant=False, preserve_rng_state=False,
-    )  # fmt: skip
+    # made again in the backward: its intermediates are as large as the layer's own, however short the piece is
+    M, S = summarize(layer, k, v, z, beta, again=True, start=part.last_begin)
     return _FullScan.apply(M.masked_fill(~part.passes, 0), S, part.continues, group)
 
 

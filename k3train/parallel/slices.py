@@ -128,3 +128,28 @@ def swapped_ranges(total: int, size: int, rank: int) -> list[tuple[int, int]]:
 def swapped_blocks(bounds: Sequence[int], size: int, rank: int) -> list[QueryBlock]:
     """The `swapped_ranges` of a rank with the document pieces in them."""
     return [query_block(bounds, a, b) for a, b in swapped_ranges(bounds[-1], size, rank)]
+
+
+def own_block(bounds: Sequence[int], size: int, rank: int) -> QueryBlock:
+    """All rows of a rank's own slice."""
+    length = bounds[-1] // size
+    return query_block(bounds, rank * length, (rank + 1) * length)
+
+
+ROW_PAIRS = 2000
+"""How many query-key pairs take as long as a query row on its way to another rank and its output on the way back.
+
+With H heads of K + V channels, a pair is 7 H (K + V) operations (forward and the recomputing backward) and a row moves
+2 H (K + V) bytes two or three times: 7 / 500e12 s and 5 / 150e9 s, by the rates of two H200s in benchmarks/RESULTS.md.
+"""
+
+
+def swap_pays(bounds: Sequence[int], size: int) -> bool:
+    """Whether trading halves (`swapped_ranges`) shortens the longest rank's attention by more than the trade takes.
+
+    It does for long documents, whose last rows see many keys; many short ones are even work as they lie. The same on
+    every rank, since all know all borders.
+    """
+    whole = max(own_block(bounds, size, r).pairs for r in range(size))
+    halves = max(sum(b.pairs for b in swapped_blocks(bounds, size, r)) for r in range(size))
+    return whole - halves > ROW_PAIRS * (bounds[-1] // size // 2)

@@ -95,6 +95,7 @@ VALUES = {
         ["train.cuda_graphs=step", "parallel.context=2", "model.mixer=delta"],
         "only KDA's slices",
     ),
+    "graphs over chunks that documents cut": (["train.cuda_graphs=step", "model.mixer=linear"], "on the host"),
     "graphs with gathers under way": (
         ["train.cuda_graphs=step", "parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce=true"],
         "parallel.overlap_param_gather=true",

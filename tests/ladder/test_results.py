@@ -96,6 +96,17 @@ def test_how_a_machine_computes_is_recorded_and_not_part_of_what_is_compared(mon
     assert other.pop("also") == "model.backend=torch train.seq_length=64" and other == plain
 
 
+def test_captured_steps_are_left_out_for_the_mixer_that_no_graph_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3train.ladder import train
+
+    seen = {}
+    monkeypatch.setattr(train, "train_arm", lambda config, suites: seen.update({config.model.mixer: config}) or {})
+    by_mixer = {arm.name: arm for arm in arms.recall(1)}
+    captured = [pool.run_arm(by_mixer[name], also=["train.cuda_graphs=step"]) for name in ("linear", "delta")]
+    assert (seen["linear"].train.cuda_graphs, seen["delta"].train.cuda_graphs) == ("none", "step")
+    assert [record.get("also") for record in captured] == [None, "train.cuda_graphs=step"]
+
+
 @pytest.mark.ops
 def test_arms_can_be_forked_where_there_is_a_gpu() -> None:
     """With a GPU as the driver's library tells of one, importing what arms need asks CUDA itself nothing."""

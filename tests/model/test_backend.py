@@ -328,3 +328,28 @@ def test_documents_that_only_the_device_knows_attend_as_those_that_the_host_know
     before = torch.full((6, 2, 4), 1e4)
     got = Backend().suffixes_attention(q, torch.cat([before, k]), torch.cat([before, v]), cu_q, cu_k + 6, None, 0.5)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "length", "expected"),
+    [
+        (None, 64, 64),
+        (None, 0, 128),
+        ([0, 128], 64, 64),
+        ([0, 20, 53, 128], 0, 128),
+        ([0, 20, 53, 64, 96, 128], 64, 64),
+        ([0, 20, 40, 60, 80, 100, 120, 128], 64, 32),
+        ([0, 32, 64, 64, 96, 128], 64, 32),
+        (list(range(129)), 64, 1),
+    ],
+)
+def test_the_longest_document_is_bounded_by_a_power_of_two(
+    bounds: list[int] | None, length: int, expected: int
+) -> None:
+    cu = torch.tensor(bounds or [0, 128], dtype=torch.int32)
+    assert PackedStream(cu, 128, length, bounds=bounds).longest() == expected
+
+
+def test_the_longest_piece_is_bounded_apart_for_queries_and_keys() -> None:
+    assert Backend.longest([(3, 700), (16, 16), (9, 40)], 28, 756) == (16, 1024)
+    assert Backend.longest(None, 28, 756) == (28, 756)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from k3train.engine.graphs import pad_documents
 from k3train.model.backend.local import Backend
@@ -16,6 +20,7 @@ from k3train.model.context import ModelContext, PackedStream
 from k3train.model.gated_mla import GatedMLA
 from k3train.model.kda import KDA
 from k3train.model.parameters import ParameterSpec, draw, initialize_parameters
+from k3train.parallel import context, last_piece, slices
 from k3train.parallel import layout as layouts
 from tests.parallel.tiny import tiny_model
 
@@ -52,12 +57,24 @@ def run(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, stream: 
     return {"y": y.detach(), "x": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters()}
 
 
+@contextmanager
+def trading(row_pairs: int) -> Iterator[None]:
+    """Half of the query rows goes to another rank where that saves its attention this many pairs a row."""
+    before, slices.ROW_PAIRS = slices.ROW_PAIRS, row_pairs
+    try:
+        yield
+    finally:
+        slices.ROW_PAIRS = before
+
+
 def deviations(
-    kind: str, streams: dict[str, list[list[int]]], bound: float | None = -5.0, on_device: bool = False
-) -> dict[str, dict[str, float]]:
+    kind: str, streams: dict[str, list[list[int]]], bound: float | None = -5.0, on_device: bool = False,
+    row_pairs: int = 0,
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Largest relative L2 deviation from the whole stream, by name of the streams and by tensor (ranks pooled).
 
     on_device: as a captured step does it: documents looked up on the device, and padded by empty ones.
+    row_pairs: as for `trading`.
 
     KDA runs in fp64; attention in fp32, since its norms compute in fp32 whatever they are given.
     """
@@ -76,7 +93,8 @@ def deviations(
         cu = torch.tensor(bounds, dtype=torch.int32)
         want = run(whole, x, weight, PackedStream(cu, total))
         padded = pad_documents(cu) if on_device else cu
-        got = run(local, x[mine], weight[mine], PackedStream(padded, total, on_device=on_device))
+        with trading(row_pairs):
+            got = run(local, x[mine], weight[mine], PackedStream(padded, total, on_device=on_device))
         errors = worst.setdefault(name, {})
         for key, value in got.items():
             if key in ("y", "x"):
@@ -115,7 +133,7 @@ def count_exchanges(bounds: list[int]) -> dict[str, list[tuple[int, ...]]]:
     return found
 
 
-def attention_work(bounds: list[int]) -> tuple[int, int]:
+def attention_work(bounds: list[int], row_pairs: int = 0) -> tuple[int, int]:
     """Query-key pairs this rank's attention core worked on, and the largest saved tensor in elements."""
     ctx, _ = contexts()
     module = initialized(GatedMLA(ctx, 0), ctx)
@@ -137,11 +155,52 @@ def attention_work(bounds: list[int]) -> tuple[int, int]:
     Backend.suffix_attention = counted
     try:
         x = torch.randn(bounds[-1] // ctx.layout.cp.size(), ctx.model.hidden_size, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), trading(row_pairs):
             module(x, PackedStream(torch.tensor(bounds, dtype=torch.int32), bounds[-1]))
     finally:
         Backend.suffix_attention = real
     return pairs, largest
+
+
+class WholeSlice(TorchDispatchMode):
+    """Counts the operations, by name, that make or write tensors with one row for each token of a slice."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.found = length, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.found[func.overloadpacket.__name__] += self.length in out.shape[:2]
+        return out
+
+
+def kda_backward(bounds: list[int], recompute: str = "none") -> tuple[dict[str, int], int]:
+    """What the backward of `kda_attention` does to whole slices, and how many summaries this rank computed."""
+    ctx, _ = contexts()
+    ctx.recompute = recompute
+    layer = initialized(KDA(ctx, 0), ctx)
+    length = bounds[-1] // ctx.layout.cp.size()
+    widths = [layer.heads * layer.head_dim] * 4 + [layer.heads]  # q, k, v, z and beta
+    projected = [torch.randn(length, width, requires_grad=True) * 1 for width in widths]
+    summaries, real = 0, last_piece.kda_segment
+
+    def counted(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal summaries
+        summaries += 1
+        return real(*tensors, **options)
+
+    last_piece.kda_segment = counted
+    try:
+        out = context.kda_attention(
+            layer, *projected, PackedStream(torch.tensor(bounds, dtype=torch.int32), bounds[-1])
+        )
+        with WholeSlice(length) as work:
+            out.backward(torch.randn(out.shape))
+    finally:
+        last_piece.kda_segment = real
+    return +work.found, summaries
 
 
 def without_gradients(bounds: list[int]) -> float:

@@ -42,9 +42,11 @@ def streams(world: int) -> dict[str, list[list[int]]]:
 
 
 @functools.cache
-def deviations(world: int, kind: str, bound: float | None, on_device: bool) -> dict[str, dict[str, float]]:
+def deviations(
+    world: int, kind: str, bound: float | None, on_device: bool, row_pairs: int = 0
+) -> dict[str, dict[str, float]]:
     """All streams in one visit to the ranks."""
-    case = {"kind": kind, "streams": streams(world), "bound": bound, "on_device": on_device}
+    case = {"kind": kind, "streams": streams(world), "bound": bound, "on_device": on_device, "row_pairs": row_pairs}
     results = pool(world).run(f"{CASES}:deviations", **case, timeout=120.0)
     return results[0]
 
@@ -61,11 +63,18 @@ def test_kda_on_slices_is_kda_on_the_stream(world: int, name: str, bound: float 
     assert {n for n, e in worst.items() if not e < 1e-10} == set(), worst
 
 
-@WHERE
+@pytest.mark.parametrize(
+    ("on_device", "row_pairs"),
+    [
+        pytest.param(False, 0, id="documents on the host, rows traded"),
+        pytest.param(False, 1 << 40, id="documents on the host, rows kept"),
+        pytest.param(True, 0, id="documents on the device"),
+    ],
+)
 @pytest.mark.parametrize("name", list(streams(2)))
 @pytest.mark.parametrize("world", [2, 4])
-def test_attention_on_slices_is_attention_on_the_stream(world: int, name: str, on_device: bool) -> None:
-    worst = deviations(world, "mla", -5.0, on_device)[name]
+def test_attention_on_slices_is_attention_on_the_stream(world: int, name: str, on_device: bool, row_pairs: int) -> None:
+    worst = deviations(world, "mla", -5.0, on_device, row_pairs)[name]
     assert {n for n, e in worst.items() if not e < 1e-5} == set(), worst
 
 
@@ -80,6 +89,33 @@ def test_nothing_travels_between_kda_layers_when_no_document_crosses_a_border() 
         assert seen["kda"] == seen["kda backward"] == []
 
 
+def test_a_short_document_over_a_border_adds_no_work_on_whole_slices() -> None:
+    crossing, apart = (pool(2).run(f"{CASES}:kda_backward", bounds=b) for b in ([0, 90, 110, 200], [0, 50, 100, 200]))
+    for (work, _), (without, _) in zip(crossing, apart):
+        assert work == without
+        assert work["silu_backward"] == 3  # what is counted includes what there is to do
+        assert not {"add", "add_", "zeros", "slice_backward", "select_backward"} & set(work)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "recompute", "times"),
+    [
+        ([0, 75, 200], "none", 1),
+        ([0, 74, 200], "none", 2),
+        ([0, 200], "none", 2),
+        ([0, 200], "selective", 2),
+        ([0, 200], "unit", 1),
+        ([0, 200], "full", 1),
+    ],
+    ids=["a quarter of the slice", "more", "all", "all, selective", "all, in units", "all, in full"],
+)
+def test_a_summary_is_made_again_in_the_backward_where_that_saves_memory(
+    bounds: list[int], recompute: str, times: int
+) -> None:
+    (_, first), (_, last) = pool(2).run(f"{CASES}:kda_backward", bounds=bounds, recompute=recompute)
+    assert (first, last) == (times, 0)
+
+
 def test_attention_work_is_equal_and_no_rank_keeps_the_keys_of_the_stream() -> None:
     length = 64
     results = pool(4).run(f"{CASES}:attention_work", bounds=[0, 4 * length])
@@ -88,6 +124,12 @@ def test_attention_work_is_equal_and_no_rank_keeps_the_keys_of_the_stream() -> N
     assert max(work) <= 1.02 * min(work)
     kept = max(largest for _, largest in results)
     assert kept <= length * 4 * 12  # one tensor of this rank's queries: rows x heads x key size
+
+
+def test_rows_stay_where_even_work_is_not_worth_their_way() -> None:
+    length = 64
+    results = pool(4).run(f"{CASES}:attention_work", bounds=[0, 4 * length], row_pairs=1000)
+    assert [pairs for pairs, _ in results] == [length * length * r + length * (length + 1) // 2 for r in range(4)]
 
 
 def test_forward_without_gradients_is_the_same() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from k3train.errors import LayoutError
 from k3train.parallel.context import merge
-from k3train.parallel.slices import cut, query_block, swapped_blocks
+from k3train.parallel.slices import cut, own_block, query_block, swap_pays, swapped_blocks
 
 
 def random_bounds(seed: int, total: int) -> list[int]:
@@ -66,6 +66,25 @@ def test_swapped_halves_cover_every_row_once_and_balance_a_long_document(size: i
     assert sum(work) == total * (total + 1) // 2
     if length % 2 == 0:
         assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_rows_are_traded_for_long_documents_only(size: int) -> None:
+    total = 1 << 18
+    assert swap_pays([0, total], size)
+    assert swap_pays([0, total // 4, total], size)
+    assert not swap_pays([0, total // 2, total], 2)
+    assert not swap_pays(list(range(0, total + 1, 2048)), size)
+    assert not swap_pays([0, *range(1500, total, 2048), total], size)
+
+
+def test_the_longest_document_alone_may_make_a_trade_pay() -> None:
+    """The first half of the stream in short documents, the second in one: the last ranks have all the work."""
+    total = 1 << 17
+    bounds = [*range(0, total // 2, 1024), total // 2, total]
+    assert swap_pays(bounds, 2) and swap_pays(bounds, 4)
+    work = [own_block(bounds, 2, r).pairs for r in range(2)]
+    assert work[1] > 50 * work[0]
 
 
 def test_ranges_merge() -> None:

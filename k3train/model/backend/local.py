@@ -165,6 +165,18 @@ class Backend:
         pieces = zip(q_NHK.split(sizes_q), k_MHK.split(sizes_k), v_MHV.split(sizes_k))
         return torch.cat([self.suffix_attention(*piece, scale) for piece in pieces])
 
+    @staticmethod
+    def longest(lengths: Sequence[tuple[int, int]] | None, n: int, m: int) -> tuple[int, int]:
+        """Bounds on the queries and keys of one document of `suffixes_attention`, whose tensors have n and m rows.
+
+        Kernels start work for every document as if it were this long, and libraries plan anew for every other bound: where
+        the host knows the documents, the next power of two.
+        """
+        if lengths is None:
+            return n, m
+        queries, keys = (1 << (max(sizes) - 1).bit_length() for sizes in zip(*lengths))
+        return queries, keys
+
     def expert_weight(self, ctx: ModelContext, spec: ParameterSpec) -> nn.Module | nn.Parameter:
         """The stacked experts of this rank, [E_local, out, in], in the form that `grouped_linear` takes."""
         return new_parameter(spec, ctx.layout, ctx.dtype)

@@ -131,7 +131,7 @@ class TEBackend(Backend):
     def attention(
         self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THV: torch.Tensor, stream: PackedStream, scale: float
     ) -> torch.Tensor:
-        cu, longest = padded_borders(stream), stream.sequence_length or stream.total
+        cu, longest = padded_borders(stream), stream.longest()
         return self.library.attention(q_THK, k_THK, v_THV, cu, cu, longest, longest, scale, at_end=False)
 
     def suffix_attention(
@@ -146,7 +146,8 @@ class TEBackend(Backend):
         lengths: Sequence[tuple[int, int]] | None, scale: float,
     ) -> torch.Tensor:  # fmt: skip
         n, m = q_NHK.shape[0], k_MHK.shape[0]
-        return self.library.attention(q_NHK, k_MHK, v_MHV, cu_q, cu_k, n, m, scale, at_end=n != m)
+        longest = self.longest(lengths, n, m)
+        return self.library.attention(q_NHK, k_MHK, v_MHV, cu_q, cu_k, *longest, scale, at_end=n != m)
 
     def grouped_linear(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         low = self.recipe is not None and "experts" not in self.precision.bf16_parts

@@ -46,7 +46,7 @@ class TorchBackend(Backend):
     ) -> torch.Tensor:
         if not fits_flash(q_THK, v_THV):
             return super().attention(q_THK, k_THK, v_THV, stream, scale)
-        cu, longest = stream.cu_seqlens.to(torch.int32), stream.sequence_length or stream.total
+        cu, longest = stream.cu_seqlens.to(torch.int32), stream.longest()
         return varlen_flash(q_THK, k_THK, v_THV, cu, cu, longest, longest, scale)
 
     def suffix_attention(
@@ -64,7 +64,8 @@ class TorchBackend(Backend):
     ) -> torch.Tensor:  # fmt: skip
         if not fits_flash(q_NHK, v_MHV):
             return super().suffixes_attention(q_NHK, k_MHK, v_MHV, cu_q, cu_k, lengths, scale)
-        return varlen_flash(q_NHK, k_MHK, v_MHV, cu_q, cu_k, q_NHK.shape[0], k_MHK.shape[0], scale)
+        longest = self.longest(lengths, q_NHK.shape[0], k_MHK.shape[0])
+        return varlen_flash(q_NHK, k_MHK, v_MHV, cu_q, cu_k, *longest, scale)
 
 
 def fits_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
