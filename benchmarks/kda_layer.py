@@ -84,7 +84,7 @@ def main() -> None:
 
     if "--states" in sys.argv[1:]:
         for name, states, unroll in (("no", False, 1), ("unroll 1", True, 1), ("unroll 4", True, 4)):
-            triton_conv.STATE_UNROLL = unroll
+            triton_conv.NEAR_UNROLL = unroll
             forward, both, size = convolution(32768, 3072, documents=20, states=states)
             row(f"convolution 32768 x 3072, {name} states, forward", forward, 2 * size)
             row(f"convolution 32768 x 3072, {name} states, both", both, 5 * size)
