@@ -1,6 +1,7 @@
 """Times what surrounds KDA in a layer on one GPU, against the bytes that must move: decoding, convolution, gated norm.
 
     python benchmarks/kda_layer.py
+    python benchmarks/kda_layer.py --states    # only the convolution, with initial states and without
 
 Floor: the bytes that any implementation must move at the bandwidth of a copy measured in the same run. Decoding reads
 and writes the fp32 state (2 * 4 * K * V bytes a head), which is all but 1 % of its bytes. `device` is the time on the
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from device_time import device_ms, host_ms
 from kda import ceilings
 
-from k3kernels.conv import short_convolution_qkv, short_convolution_step
+from k3kernels.conv import short_convolution_qkv, short_convolution_step, triton_conv
 from k3kernels.kda import kda_decode
 from k3kernels.norm import gated_rms_norm
 
@@ -37,16 +38,21 @@ def decode(batch: int, heads: int, tokens: int = 1) -> tuple[Callable[[], Any], 
     return lambda: kda_decode(*x, *shared, state), 2 * state.numel() * 4
 
 
-def convolution(tokens: int, channels: int) -> tuple[Callable[[], Any], Callable[[], Any], int]:
+def convolution(
+    tokens: int, channels: int, documents: int = 2, states: bool = False
+) -> tuple[Callable[[], Any], Callable[[], Any], int]:
+    """Forward, forward with backward, and the bytes of q, k and v; each document is longer than the one before."""
     x = [normal(1, tokens, channels).requires_grad_() for _ in range(3)]
     w = [normal(channels, 4, dtype=torch.float32).requires_grad_() for _ in range(3)]
-    cu = torch.tensor([0, tokens // 3, tokens], dtype=torch.int32, device="cuda")
+    bounds = [tokens * i * (i + 1) // (documents * (documents + 1)) for i in range(documents + 1)]
+    cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    initial = [normal(documents, channels, 3).requires_grad_() for _ in range(3 * states)]
 
     def forward() -> list[Tensor]:
-        return list(short_convolution_qkv(*x, *w, cu_seqlens=cu)[:3])
+        return list(short_convolution_qkv(*x, *w, cu_seqlens=cu, initial_states=tuple(initial) or None)[:3])
 
     dy = [torch.randn_like(y) for y in forward()]
-    return forward, lambda: torch.autograd.grad(forward(), x + w, dy), 3 * tokens * channels * 2
+    return forward, lambda: torch.autograd.grad(forward(), x + w + initial, dy), 3 * tokens * channels * 2
 
 
 def norm(tokens: int, heads: int) -> tuple[Callable[[], Any], Callable[[], Any], int]:
@@ -76,6 +82,13 @@ def main() -> None:
         host = host_ms(call) * 1e3
         print(f"{what:44} {us:8.1f} {floor:8.1f} {us / floor:6.2f} {eager:8.1f} {host:8.1f}", flush=True)
 
+    if "--states" in sys.argv[1:]:
+        for name, states, unroll in (("no", False, 1), ("unroll 1", True, 1), ("unroll 4", True, 4)):
+            triton_conv.NEAR_UNROLL = unroll
+            forward, both, size = convolution(32768, 3072, documents=20, states=states)
+            row(f"convolution 32768 x 3072, {name} states, forward", forward, 2 * size)
+            row(f"convolution 32768 x 3072, {name} states, both", both, 5 * size)
+        return
     for batch, heads, tokens in ((64, 32, 1), (64, 96, 1), (8, 96, 1), (1, 96, 1), (64, 32, 4)):
         call, moved = decode(batch, heads, tokens)
         row(f"decode, batch {batch}, {heads} heads, {tokens} tokens", call, moved)

@@ -4,6 +4,10 @@ A program owns BC channels and walks down BT rows with the last three inputs in 
 (but for a halo of three at the block's ends). The backward walks the same way, recomputes the sum in front of SiLU, and
 carries the three input gradients that are still incomplete. dweight is summed per block of rows in fp32 and over the
 blocks afterwards: bitwise the same in every run.
+
+Only a document's first W - 1 tokens see its initial state, or fewer than W inputs. A block decides by one scalar whether it
+has such a token; the others, nearly all, walk without asking where documents begin. States lie as [N, W-1, C] here,
+neighbouring channels beside each other: scattered addresses would take registers from every block.
 """
 
 from collections.abc import Sequence
@@ -18,6 +22,7 @@ MAX_WIDTH = 4
 ROWS = 64
 CHANNELS = 256
 UNROLL = 4  # rows whose loads are under way together
+NEAR_UNROLL = 1  # the same in blocks of the backward with the first tokens of a document, whose registers all blocks hold
 WARPS = 2
 
 
@@ -53,14 +58,62 @@ def _tap(weight_ptr, channel, inside, lag: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _reach(x, state_ptr, channel, inside, t, start, lag: tl.constexpr, W: tl.constexpr, STATE: tl.constexpr):
-    """The input `lag` tokens before t: x if it lies in the document, else the initial state's, else zero."""
-    seen = tl.where(t - lag >= start, x, 0.0)
-    if STATE and lag < W:
-        slot = W - 1 - lag + (t - start)  # of [C, W-1], oldest first
-        old = tl.load(state_ptr + channel * (W - 1) + slot, mask=inside & (t - lag < start), other=0.0)
+def _reach(
+    x, state_ptr, C, channel, inside, t, start, lag: tl.constexpr, W: tl.constexpr, STATE: tl.constexpr, NEAR: tl.constexpr
+):  # fmt: skip
+    """The input `lag` tokens before t: x if it lies in the document, else the initial state's [W-1, C], else zero."""
+    seen = x
+    if NEAR:
+        seen = tl.where(t - lag >= start, x, 0.0)
+    if NEAR and STATE and lag < W:
+        slot = W - 1 - lag + (t - start)  # oldest first
+        old = tl.load(state_ptr + slot * C + channel, mask=inside & (t - lag < start), other=0.0)
         seen += old.to(tl.float32)
     return seen
+
+
+@triton.jit
+def _near_a_start(start_ptr, first, T, VARLEN: tl.constexpr, ROWS: tl.constexpr):
+    """Whether any of the rows [first, first + ROWS) lies within three tokens (the widest reach) of its document's start.
+
+    Starts never decrease, so the last row's tells: if it lies before `first` it is the start of every row.
+    """
+    start = 0
+    if VARLEN:
+        start = tl.load(start_ptr + tl.minimum(first + ROWS, T) - 1)
+    return first < start + 3
+
+
+@triton.jit
+def _forward_rows(
+    x_ptr, y_ptr, s_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
+    tap0, tap1, tap2, tap3, p1, p2, p3,
+    W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, NEAR: tl.constexpr, BT: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, first + BT) of one block of channels; p1, p2, p3: the inputs before `first`, newest first.
+
+    NEAR: some of them are the first of a document.
+    """
+    for i in tl.range(0, BT, loop_unroll_factor=UNROLL):
+        t = first + i
+        live = t < T
+        start = 0
+        document = batch
+        if VARLEN and NEAR:
+            start = tl.load(start_ptr + t, mask=live, other=0)
+            document = tl.load(document_ptr + t, mask=live, other=0).to(tl.int64)
+        at = inside & live
+        x = tl.load(x_ptr + tl.cast(t, tl.int64) * st + channel, mask=at, other=0.0).to(tl.float32)
+        state = s_ptr + document * C * (W - 1)
+        acc = tap0 * x + tap1 * _reach(p1, state, C, channel, at, t, start, 1, W, STATE, NEAR)
+        acc += tap2 * _reach(p2, state, C, channel, at, t, start, 2, W, STATE, NEAR)
+        acc += tap3 * _reach(p3, state, C, channel, at, t, start, 3, W, STATE, NEAR)
+        y = acc * _sigmoid(acc)
+        tl.store(y_ptr + tl.cast(t, tl.int64) * C + channel, y.to(y_ptr.dtype.element_ty), mask=at)
+        p3 = p2
+        p2 = p1
+        p1 = x
 
 
 @triton.jit
@@ -73,7 +126,7 @@ def forward_kernel(
     """Grid (B * ceil(T / BT), channel blocks of all three tensors); only the first axis may exceed 65535.
 
     x [B, T, C] with strides (b, t, 1); y the same, contiguous; n0, n1: channel blocks before tensors 1 and 2.
-    start, document [T]: first token and index of each token's document (read when VARLEN).
+    start, document [T]: first token and index of each token's document (read when VARLEN). s [N, W-1, C].
     """
     block = tl.program_id(1)
     which = (block >= n0).to(tl.int32) + (block >= n1).to(tl.int32)
@@ -92,25 +145,84 @@ def forward_kernel(
     p1 = tl.load(x_ptr + (first - 1).to(tl.int64) * st + channel, mask=inside & (first >= 1), other=0.0).to(tl.float32)
     p2 = tl.load(x_ptr + (first - 2).to(tl.int64) * st + channel, mask=inside & (first >= 2), other=0.0).to(tl.float32)
     p3 = tl.load(x_ptr + (first - 3).to(tl.int64) * st + channel, mask=inside & (first >= 3), other=0.0).to(tl.float32)
-    for i in tl.range(0, BT, loop_unroll_factor=UNROLL):
+    if _near_a_start(start_ptr, first, T, VARLEN, BT):
+        _forward_rows(
+            x_ptr, y_ptr, s_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
+            tap0, tap1, tap2, tap3, p1, p2, p3, W, VARLEN, STATE, True, BT, UNROLL,
+        )  # fmt: skip
+    else:
+        _forward_rows(
+            x_ptr, y_ptr, s_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
+            tap0, tap1, tap2, tap3, p1, p2, p3, W, VARLEN, STATE, False, BT, UNROLL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_rows(
+    x_ptr, g_ptr, d_ptr, s_ptr, ds_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
+    tap0, tap1, tap2, tap3, p1, p2, p3,
+    W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, NEAR: tl.constexpr, BT: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """dx and ds of rows [first, first + BT) of one block of channels, stored; returns dweight [channels] of each lag."""
+    BC: tl.constexpr = channel.shape[0]
+    e1, e2, e3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
+    dw_0, dw_1 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
+    dw_2, dw_3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
+    for i in tl.range(
+        0, BT + 3, loop_unroll_factor=UNROLL
+    ):  # three rows past the block complete its last rows' gradients
         t = first + i
         live = t < T
         start = 0
         document = batch
-        if VARLEN:
+        if VARLEN and NEAR:
             start = tl.load(start_ptr + t, mask=live, other=0)
             document = tl.load(document_ptr + t, mask=live, other=0).to(tl.int64)
         at = inside & live
-        x = tl.load(x_ptr + tl.cast(t, tl.int64) * st + channel, mask=at, other=0.0).to(tl.float32)
+        row = tl.cast(t, tl.int64)
+        x = tl.load(x_ptr + row * st + channel, mask=at, other=0.0).to(tl.float32)
+        dy = tl.load(g_ptr + row * C + channel, mask=at, other=0.0).to(tl.float32)
         state = s_ptr + document * C * (W - 1)
-        acc = tap0 * x + tap1 * _reach(p1, state, channel, at, t, start, 1, W, STATE)
-        acc += tap2 * _reach(p2, state, channel, at, t, start, 2, W, STATE)
-        acc += tap3 * _reach(p3, state, channel, at, t, start, 3, W, STATE)
-        y = acc * _sigmoid(acc)
-        tl.store(y_ptr + tl.cast(t, tl.int64) * C + channel, y.to(y_ptr.dtype.element_ty), mask=at)
+        r1 = _reach(p1, state, C, channel, at, t, start, 1, W, STATE, NEAR)
+        r2 = _reach(p2, state, C, channel, at, t, start, 2, W, STATE, NEAR)
+        r3 = _reach(p3, state, C, channel, at, t, start, 3, W, STATE, NEAR)
+        acc = tap0 * x + tap1 * r1 + tap2 * r2 + tap3 * r3
+        s = _sigmoid(acc)
+        da = dy * s * (1.0 + acc * (1.0 - s))
+        own = tl.where(i < BT, da, 0.0)
+        dw_0 += own * x
+        dw_1 += own * r1
+        dw_2 += own * r2
+        dw_3 += own * r3
+        if STATE and NEAR:
+            place = t - start
+            to = ds_ptr + (document * (W - 1) + place) * (W - 1) * C + channel
+            for lag in tl.static_range(1, W):
+                tap = tap1
+                if lag == 2:
+                    tap = tap2
+                if lag == 3:
+                    tap = tap3
+                slot = W - 1 - lag + place
+                tl.store(to + slot * C, own * tap, mask=at & (i < BT) & (place < lag))
+        if NEAR:
+            e1 += tl.where(t - 1 >= start, tap1 * da, 0.0)
+            e2 += tl.where(t - 2 >= start, tap2 * da, 0.0)
+            e3 += tl.where(t - 3 >= start, tap3 * da, 0.0)
+        else:
+            e1 += tap1 * da
+            e2 += tap2 * da
+            e3 += tap3 * da
+        done = inside & (i >= 3) & (t - 3 < T)
+        tl.store(d_ptr + (row - 3) * C + channel, e3.to(d_ptr.dtype.element_ty), mask=done)
+        e3 = e2
+        e2 = e1
+        e1 = tap0 * da
         p3 = p2
         p2 = p1
         p1 = x
+    return dw_0, dw_1, dw_2, dw_3
 
 
 @triton.jit
@@ -118,11 +230,11 @@ def backward_kernel(
     x0, x1, x2, w0, w1, w2, s0, s1, s2, g0, g1, g2, d0, d1, d2, dw0, dw1, dw2, ds0, ds1, ds2,
     start_ptr, document_ptr, T, blocks_T, b0, b1, b2, t0, t1, t2, c0, c1, c2, n0, n1,
     W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr, NEAR_UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Grid as `forward_kernel`. g = dy and d = dx contiguous; dw [B * blocks_T, C, 4], lag-major: dw[..., lag].
 
-    ds [N, C, W-1, W-1] (read when STATE): ds[..., slot, i] is what token i of the document gives to that slot of the
+    ds [N, W-1, W-1, C] (written when STATE): ds[:, i, slot] is what token i of the document gives to that slot of the
     state; zeroed by the caller, since short documents have fewer tokens.
     """
     block = tl.program_id(1)
@@ -144,57 +256,16 @@ def backward_kernel(
     p1 = tl.load(x_ptr + (first - 1).to(tl.int64) * st + channel, mask=inside & (first >= 1), other=0.0).to(tl.float32)
     p2 = tl.load(x_ptr + (first - 2).to(tl.int64) * st + channel, mask=inside & (first >= 2), other=0.0).to(tl.float32)
     p3 = tl.load(x_ptr + (first - 3).to(tl.int64) * st + channel, mask=inside & (first >= 3), other=0.0).to(tl.float32)
-    e1, e2, e3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
-    dw_0, dw_1 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
-    dw_2, dw_3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
-    for i in tl.range(
-        0, BT + 3, loop_unroll_factor=UNROLL
-    ):  # three rows past the block complete its last rows' gradients
-        t = first + i
-        live = t < T
-        start = 0
-        document = batch
-        if VARLEN:
-            start = tl.load(start_ptr + t, mask=live, other=0)
-            document = tl.load(document_ptr + t, mask=live, other=0).to(tl.int64)
-        at = inside & live
-        row = tl.cast(t, tl.int64)
-        x = tl.load(x_ptr + row * st + channel, mask=at, other=0.0).to(tl.float32)
-        dy = tl.load(g_ptr + row * C + channel, mask=at, other=0.0).to(tl.float32)
-        state = s_ptr + document * C * (W - 1)
-        r1 = _reach(p1, state, channel, at, t, start, 1, W, STATE)
-        r2 = _reach(p2, state, channel, at, t, start, 2, W, STATE)
-        r3 = _reach(p3, state, channel, at, t, start, 3, W, STATE)
-        acc = tap0 * x + tap1 * r1 + tap2 * r2 + tap3 * r3
-        s = _sigmoid(acc)
-        da = dy * s * (1.0 + acc * (1.0 - s))
-        own = tl.where(i < BT, da, 0.0)
-        dw_0 += own * x
-        dw_1 += own * r1
-        dw_2 += own * r2
-        dw_3 += own * r3
-        if STATE:
-            place = t - start
-            to = ds_ptr + (document * C + channel) * (W - 1) * (W - 1) + place
-            for lag in tl.static_range(1, W):
-                tap = tap1
-                if lag == 2:
-                    tap = tap2
-                if lag == 3:
-                    tap = tap3
-                slot = W - 1 - lag + place
-                tl.store(to + slot * (W - 1), own * tap, mask=at & (i < BT) & (place < lag))
-        e1 += tl.where(t - 1 >= start, tap1 * da, 0.0)
-        e2 += tl.where(t - 2 >= start, tap2 * da, 0.0)
-        e3 += tl.where(t - 3 >= start, tap3 * da, 0.0)
-        done = inside & (i >= 3) & (t - 3 < T)
-        tl.store(d_ptr + (row - 3) * C + channel, e3.to(d_ptr.dtype.element_ty), mask=done)
-        e3 = e2
-        e2 = e1
-        e1 = tap0 * da
-        p3 = p2
-        p2 = p1
-        p1 = x
+    if _near_a_start(start_ptr, first, T, VARLEN, BT + 3):
+        dw_0, dw_1, dw_2, dw_3 = _backward_rows(
+            x_ptr, g_ptr, d_ptr, s_ptr, ds_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
+            tap0, tap1, tap2, tap3, p1, p2, p3, W, VARLEN, STATE, True, BT, NEAR_UNROLL,
+        )  # fmt: skip
+    else:
+        dw_0, dw_1, dw_2, dw_3 = _backward_rows(
+            x_ptr, g_ptr, d_ptr, s_ptr, ds_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
+            tap0, tap1, tap2, tap3, p1, p2, p3, W, VARLEN, STATE, False, BT, UNROLL,
+        )  # fmt: skip
     to = dw_ptr + (tl.program_id(0).to(tl.int64) * C + channel) * 4
     tl.store(to, dw_0, mask=inside)
     tl.store(to + 1, dw_1, mask=inside)
@@ -222,7 +293,7 @@ class TritonShortConvolution(torch.autograd.Function):
     def forward(ctx: Any, n: int, cu_seqlens: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         xs = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:n] if x is not None]
         weights = [w.contiguous() for w in tensors[n : 2 * n] if w is not None]
-        states = [s.contiguous() for s in tensors[2 * n :] if s is not None]
+        states = [s.mT.contiguous() for s in tensors[2 * n :] if s is not None]
         B, T = xs[0].shape[:2]
         ys = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
         walk = None
@@ -258,18 +329,20 @@ class TritonShortConvolution(torch.autograd.Function):
         dxs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
         blocks = B * triton.cdiv(T, rows_of_a_block(T))
         dws = [torch.empty(blocks, x.shape[2], 4, dtype=torch.float32, device=x.device) for x in xs]
-        dss = [torch.zeros(*s.shape, W - 1, dtype=torch.float32, device=s.device) for s in states]
+        dss = [torch.zeros(len(s), W - 1, *s.shape[1:], dtype=torch.float32, device=s.device) for s in states]
         if B * T:
             grid, sizes, meta = _launch(xs, weights, states, walk)
             token_start, document = walk or (xs[0], xs[0])
             backward_kernel[grid](
                 *_three(xs), *_three(weights), *_three(states or xs), *_three(gs), *_three(dxs), *_three(dws),
-                *_three(dss or dws), token_start, document, T, *sizes, **meta,
+                *_three(dss or dws), token_start, document, T, *sizes, **meta, NEAR_UNROLL=NEAR_UNROLL,
             )  # fmt: skip
         dweights = [dw.sum(0)[:, :W].flip(-1).to(w.dtype) for dw, w in zip(dws, weights)]
         if not states:
             return None, None, *dxs, *dweights, *[None] * n
-        return None, None, *dxs, *dweights, *(ds.sum(-1).to(s.dtype) for ds, s in zip(dss, states))
+        # [N, C, W-1, token] in memory: torch adds in an order that depends on the layout
+        dstates = [ds.transpose(1, 3).contiguous().sum(-1).to(s.dtype) for ds, s in zip(dss, states)]
+        return None, None, *dxs, *dweights, *dstates
 
 
 def _three(tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
