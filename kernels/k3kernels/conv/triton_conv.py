@@ -22,7 +22,7 @@ MAX_WIDTH = 4
 ROWS = 64
 CHANNELS = 256
 UNROLL = 4  # rows whose loads are under way together
-NEAR_UNROLL = 1  # the same in blocks of the backward with the first tokens of a document, whose registers all blocks hold
+NEAR_UNROLL = 1  # the same in those blocks of the backward; more would take registers from every block
 WARPS = 2
 
 
