@@ -5,7 +5,8 @@ is the engine's choice: a micro-batch, where ranks meet at the end of a step onl
 all of its micro-batches, transfers between pipeline stages and reductions (`whole_schedule`).
 
 Shapes are fixed by the stream's length; the number of documents is rounded up to a power of two by empty documents at the
-end, and each rounded number has a graph of its own. All graphs share one memory pool: one runs at a time.
+end, and each rounded number has a graph of its own, under context parallelism for each of the few bounds on documents
+(`parallel.slices.Spans`). All graphs share one memory pool: one runs at a time.
 
 Parameters, gradients, routing counts and biases are the same tensors in every step; what changes (tokens, labels, mask,
 boundaries) is copied into fixed buffers. Collectives inside a graph ask the same of every rank in every step: all of their
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from k3train.config.schema import ParallelConfig
 from k3train.engine.base import Batch
 from k3train.errors import EnvironmentError_
+from k3train.parallel.slices import Spans
 
 SMALLEST = 8
 """Documents that the smallest graph has room for."""
@@ -68,22 +70,23 @@ def aligned(batches: Sequence[Batch]) -> list[Batch]:
     return same
 
 
-def agreed(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """`aligned`, and with the same names and shapes on every rank of the run, which must all call it.
+def agreed(batches: Sequence[Batch], spans: Spans | None, device: torch.device) -> tuple[list[Batch], Spans | None]:
+    """`aligned`, with the same names and shapes and the same bounds on every rank of the run, which must all call it.
 
     Where ranks that see other documents meet inside a graph, each must replay, capture or launch what the others do: NCCL
     demands that an operation is captured on all of its ranks or on none. One small all-reduce, which the host waits for.
     """
     same = aligned(batches)
     room, padding = same[0]["cu_seqlens"].numel() - 1, "valid" in same[0]
-    most = torch.tensor([room, padding], dtype=torch.int64, device=device)
+    bounds = (0, 0) if spans is None else (spans.border, spans.longest)  # None on every rank or on none
+    most = torch.tensor([room, padding, *bounds], dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    room, padding = most.tolist()
+    room, padding, *bounds = most.tolist()
     for batch in same:
         batch["cu_seqlens"] = pad_documents(batch["cu_seqlens"], room)
         if padding and "valid" not in batch:
             batch["valid"] = torch.ones_like(batch["tokens"], dtype=torch.bool)
-    return same
+    return same, None if spans is None else Spans(*bounds)
 
 
 def apart(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -150,10 +153,10 @@ class StepGraphs:
         finally:
             self.off = before
 
-    def micro_batches(self, batches: Sequence[Batch]) -> None:
-        """Forward and backward of the batches of one graph, host or device tensors."""
+    def micro_batches(self, batches: Sequence[Batch], spans: Spans | None = None) -> None:
+        """Forward and backward of the batches of one graph, host or device tensors. spans: what else its shapes follow."""
         batches = aligned(batches)
-        key = (len(batches), *((name, tensor.shape) for name, tensor in sorted(batches[0].items())))
+        key = (len(batches), spans, *((name, tensor.shape) for name, tensor in sorted(batches[0].items())))
         if self.off:
             self._eager(batches)
         elif key in self.graphs:

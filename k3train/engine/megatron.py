@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from k3train.model.k3 import K3Model
 from k3train.model.mtp import further
 from k3train.parallel.expert_exchange import ExchangePlan
 from k3train.parallel.layout import Layout
+from k3train.parallel.slices import Spans, spans
 from k3train.parallel.transport import Communicator
 from k3train.train import optimizer as muon_optimizer
 from k3train.train.qk_clip import QKClip
@@ -91,6 +93,8 @@ class MegatronEngine:
         """Whether a captured graph holds the schedule of a whole step, or one micro-batch of it."""
         run = self._schedule if self.whole else self._one_micro_batch
         self.graphs = None if stream is None else StepGraphs(run, stream)
+        self.spans: Spans | None = None
+        """While a graph is captured or replayed: bounds on its documents."""
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +223,8 @@ class MegatronEngine:
         # what may be captured asks the host for nothing, in the steps that are launched from Python too
         device_only = self.config.train.cuda_graphs != "none" and model.training
         stream.on_device = device_only and self.layout.sizes.context > 1
+        if stream.on_device:
+            stream.spans = self.spans_of([held]) if self.spans is None else self.spans
         if not device_only and not held["cu_seqlens"].is_cuda:
             stream.bounds = held["cu_seqlens"].tolist()
         tokens = batch["tokens"].narrow(0, start, length)
@@ -300,15 +306,37 @@ class MegatronEngine:
         assert self.graphs is not None
         context = self.graphs.eager() if self.ctx.probe is not None else nullcontext()
         sizes = self.layout.sizes
-        if sizes.data > 1 and (sizes.expert > 1 or self.whole):  # ranks with other documents meet inside a graph
-            batches = iter(agreed([next(batches) for _ in range(micro_batches)], self.device))
+        meet = sizes.data > 1 and (sizes.expert > 1 or self.whole)  # ranks with other documents, inside a graph
+        taken = [next(batches) for _ in range(micro_batches)] if meet or self.whole else []
+        agreed_spans = None
+        if meet:
+            taken, agreed_spans = agreed(taken, self.spans_of(taken), self.device)
         with context:
             if self.whole:
-                self.graphs.micro_batches([next(batches) for _ in range(micro_batches)])
+                self._replay_one(taken, agreed_spans)
                 return
+            source = iter(taken) if meet else batches
             for _ in range(micro_batches):
-                self.graphs.micro_batches([next(batches)])
+                self._replay_one([next(source)], agreed_spans)
         self._finalize(self.ddp, self.sums[1].int())
+
+    def _replay_one(self, batches: list[Batch], spans: Spans | None) -> None:
+        """One graph; spans: agreed on with other ranks, or None."""
+        assert self.graphs is not None
+        self.spans = self.spans_of(batches) if spans is None else spans
+        try:
+            self.graphs.micro_batches(batches, self.spans)
+        finally:
+            self.spans = None
+
+    def spans_of(self, batches: Sequence[Batch]) -> Spans | None:
+        """Bounds on the documents of all of these micro-batches for captured context parallelism, equal on its ranks; None
+        without it, or where the borders are no longer on the host."""
+        borders = [batch["cu_seqlens"] for batch in batches]
+        size = self.layout.sizes.context
+        if size == 1 or any(cu.is_cuda for cu in borders):
+            return None
+        return functools.reduce(Spans.covering, [spans(cu.tolist(), size) for cu in borders])
 
     def _schedule(self, batches: list[Batch]) -> None:
         """The whole schedule of these micro-batches, on this device, with the reduction of the gradients."""

@@ -18,6 +18,7 @@ from k3train.parallel.layout import Layout
 if TYPE_CHECKING:
     from k3train.model.backend import Backend
     from k3train.model.mtp import Further
+    from k3train.parallel.slices import Spans
 
 
 @dataclass
@@ -55,8 +56,9 @@ class PackedStream:
     head find its gradients with the losses (any multiple of that sum may be walked back); None: any sum of the losses.
     further: the targets of multi-token prediction in a training step, and its loss afterwards; None: not predicted.
     bounds: cu_seqlens on the host, where they were there before they went to a device.
-    on_device: under context parallelism, documents are looked up on the device and all shapes follow from the sizes, so
-    that a captured step can be replayed with other documents.
+    on_device: under context parallelism, documents are looked up on the device and all shapes follow from the sizes and
+    from `spans`, so that a captured step can be replayed with other documents. spans: bounds on documents that hold in
+    each of its replays; None: none are known.
     attend: replaces every sequence mixer's forward, for decoding against a cache; called with the module and its input.
     """
 
@@ -68,6 +70,7 @@ class PackedStream:
     further: Further | None = None
     bounds: Sequence[int] | None = None
     on_device: bool = False
+    spans: Spans | None = None
     attend: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     cache: dict[str, object] = field(default_factory=dict)
 

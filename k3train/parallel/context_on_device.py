@@ -1,10 +1,15 @@
-"""Context parallelism for captured steps: every shape follows from the sizes, documents are looked up on the device.
+"""Context parallelism for captured steps: shapes follow from the sizes and from bounds on documents (`slices.Spans`), and
+documents are looked up on the device.
 
 The maths is that of `context.py`, where the host knows the documents and leaves out what they do not need. Here all ranks
-do everything in every layer, and masks take the part that documents do not ask for: each gathers the tails of the
+do the same in every layer, and masks take the part that documents do not ask for: each gathers the tails of the
 convolutions, sums its last piece up as (M, S), and folds the pairs of all ranks before it. A document border anywhere
 cuts the fold by M = 0, since then no state goes through the slice; that a rank's first token begins a document is the
 only other thing to know.
+
+Where documents reach but a little over the borders between ranks (`Spans.border` less than a slice), that many tokens at
+its end hold a slice's last piece, M = 0 everywhere, and attention needs that many latents of the rank before. Else the
+last piece may be the whole slice, every rank gathers all latents, and ranks trade half of their query rows.
 
 Nothing here reads a value on the host, and no number of the host is copied to the device: a replay would copy from
 memory that is long in other use. (An index that is a tensor of no dimensions would be read; these have one.)
@@ -25,7 +30,7 @@ from k3kernels.kda import fold_segments
 from k3kernels.live_rows import live_rows
 from k3train.errors import LayoutError
 from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
-from k3train.parallel.last_piece import summarize, with_tail
+from k3train.parallel.last_piece import last_state, summarize, with_tail
 from k3train.parallel.slices import swapped_ranges
 
 if TYPE_CHECKING:
@@ -89,6 +94,12 @@ def device_slice(stream: PackedStream, group: dist.ProcessGroup) -> DeviceSlice:
     return stream.cache["device_slice"]  # type: ignore[return-value]
 
 
+def border_of(stream: PackedStream, group: dist.ProcessGroup) -> int:
+    """Tokens on either side of a border between ranks that hold what a document has there; a whole slice: no bound."""
+    length = stream.total // group.size()
+    return length if stream.spans is None else min(stream.spans.border, length)
+
+
 # -- KDA ------------------------------------------------------------------------------------------------------------
 
 
@@ -98,9 +109,12 @@ def kda_attention(
 ) -> torch.Tensor:  # fmt: skip
     """`context.kda_attention`: projected q, k, v [T/P, H * K], raw gate z and logits beta [T/P, H] -> o [T/P, H, V]."""
     group = layer.ctx.layout.cp
-    part = device_slice(stream, group)
+    part, border = device_slice(stream, group), border_of(stream, group)
     q, k, v = convolve((q, k, v), (layer.q_conv, layer.k_conv, layer.v_conv), part, group)
-    initial = at_first_piece(entering_state(layer, k, v, z, beta, part, group), part)
+    last = k, v, z, beta
+    if border < part.length:
+        (k, v, z, beta), last = zip(*(with_tail(x, part.length - border) for x in last))
+    initial = at_first_piece(entering_state(layer, *last, part, group), part)
     out, _ = layer.recurrence(q, k, v, z, beta, cu_seqlens=part.pieces, initial_state=initial)
     return out
 
@@ -139,10 +153,22 @@ def entering_state(
     layer: KDA, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, part: DeviceSlice,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:  # fmt: skip
-    """The state fp32 [H, K, V] in which this slice's first document enters: zero when it begins here."""
-    # made again in the backward: its intermediates are as large as the layer's own, however short the piece is
-    M, S = summarize(layer, k, v, z, beta, again=True, start=part.last_begin)
-    return _FullScan.apply(M.masked_fill(~part.passes, 0), S, part.continues, group)
+    """The state fp32 [H, K, V] in which this slice's first document enters: zero when it begins here.
+
+    k, v, z [n, H * K] and beta [n, H] are of the slice's last n tokens: all, or as many as hold a last piece that goes on.
+    """
+    tokens = k.shape[0]
+    # as where the host knows the documents: what a short piece leaves for the backward is not worth a second pass
+    again = tokens > part.length // 4 and layer.ctx.recompute not in ("full", "unit")
+    if tokens < part.length:
+        # a longer last piece ends with its document here: nobody asks for its state
+        begin = (part.last_begin - (part.length - tokens)).clamp(min=0)
+        S = last_state(layer, k, v, z, beta, begin, again=again)
+        M = S.new_zeros(*S.shape[:-1], S.shape[-2])
+    else:
+        M, S = summarize(layer, k, v, z, beta, again=again, start=part.last_begin)
+        M = M.masked_fill(~part.passes, 0)
+    return _FullScan.apply(M, S, part.continues, group)
 
 
 class _FullScan(torch.autograd.Function):
@@ -177,29 +203,42 @@ class _FullScan(torch.autograd.Function):
 @dataclass(frozen=True)
 class DeviceRows:
     """Query rows [first, last) of the stream, and int32 [N + 1] borders of the documents' queries among them and of their
-    keys in the stream; first_key int32 [1] is where the first row's document begins."""
+    keys in the stream, counted from row `base`; first_key int32 [1] is where the first row's document begins, likewise."""
 
     first: int
     last: int
+    base: int
     queries: torch.Tensor
     keys: torch.Tensor
     first_key: torch.Tensor
 
 
 def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> list[DeviceRows]:
-    """The blocks that this rank attends for, made once a micro-batch.
+    """The blocks that this rank attends for, made once a micro-batch: its own rows, or those of `swapped_ranges`.
 
     Documents that ended before a block have neither queries nor keys in it, like those that begin after it: the keys begin
-    at `first_key` rather than at 0.
+    at `first_key` rather than at `base`.
     """
     if "device_rows" not in stream.cache:
+        size, rank, border = group.size(), group.rank(), border_of(stream, group)
+        length = stream.total // size
+        ranges, base = swapped_ranges(stream.total, size, rank), 0
+        if border < length:
+            ranges, base = [(rank * length, (rank + 1) * length)], rank * length - (border if rank else 0)
         cu, found = stream.cu_seqlens.to(torch.int32), []
-        for a, b in swapped_ranges(stream.total, group.size(), group.rank()):
+        for a, b in ranges:
             first_key = cu.index_select(0, document_at(cu, a))
             keys = torch.maximum(cu, first_key).clamp(max=b)
-            found.append(DeviceRows(a, b, (cu - a).clamp(0, b - a), keys, first_key))
+            found.append(DeviceRows(a, b, base, (cu - a).clamp(0, b - a), keys - base, first_key - base))
         stream.cache["device_rows"] = found
     return stream.cache["device_rows"]  # type: ignore[return-value]
+
+
+def behind_the_rank_before(x: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """x [n, C] behind the last `rows` rows of the rank before, [rows + n, C]; the first rank has only its own."""
+    tails, rank = gather_rows(x[-rows:], group), group.rank()
+    # the first rank takes no rows, and so takes part in the backward
+    return torch.cat([tails.narrow(0, max(rank - 1, 0) * rows, rows if rank else 0), x])
 
 
 def latent_attention(
@@ -211,39 +250,42 @@ def latent_attention(
     watch: is shown queries, keys and the keys' documents of every block, once.
     """
     group = ctx.layout.cp
-    blocks = query_rows(stream, group)
+    blocks, border = query_rows(stream, group), border_of(stream, group)
+    swapped = border == latent.shape[0]
+    longest = stream.total if stream.spans is None else stream.spans.longest
     documents = None if watch is None else stream.document_ids()
     shown = [watch]  # taken by the first pass: the backward runs the core again
 
     def core(q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-        latents = gather_rows(latent, group)
+        latents = gather_rows(latent, group) if swapped else behind_the_rank_before(latent, border, group)
         once = shown.pop() if shown else None
-        return attend_blocks(ctx.backend, q, latents, expand, blocks, scale, documents, once)
+        return attend_blocks(ctx.backend, q, latents, expand, blocks, longest, scale, documents, once)
 
-    rows = swap_halves(q, group)
+    rows = swap_halves(q, group) if swapped else q
     if ctx.recompute in ("full", "unit"):  # the whole layer is computed again, and keeps nothing before
         out = core(rows, latent)
     else:
-        # keys and values of the whole stream exist only while the core runs: the backward gathers and expands them again
+        # keys and values of other ranks exist only while the core runs: the backward gathers and expands them again
         out = checkpoint(core, rows, latent, use_reentrant=False, preserve_rng_state=False)
-    return swap_halves(out, group)
+    return swap_halves(out, group) if swapped else out
 
 
 def attend_blocks(
     backend: Backend, q: torch.Tensor, latents: torch.Tensor, expand: Expand, blocks: Sequence[DeviceRows],
-    scale: float, documents: torch.Tensor | None = None, watch: Watch | None = None,
+    longest: int, scale: float, documents: torch.Tensor | None = None, watch: Watch | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """q [rows, H, K] of the blocks end to end, latents [T, C] of the whole stream -> [rows, H, V].
+    """q [rows, H, K] of the blocks end to end, latents [n, C] of the stream from their `base` on -> [rows, H, V].
 
-    documents: int [T], of each token of the stream, which a watch needs.
+    longest: of a document. documents: int [T], of each token of the stream, which a watch needs.
     """
-    k, v = expand(latents[: max(block.last for block in blocks)])
+    base = blocks[0].base
+    k, v = expand(latents[: max(block.last for block in blocks) - base])
     parts = []
     for block, part in zip(blocks, q.split([block.last - block.first for block in blocks])):
         # Keys before the first row's document have no queries, and a kernel need not write their gradients: whatever it
         # leaves there is dropped. A device test (test_backend_gpu.py) fills such rows with NaN to see that it is.
-        keys, values = (live_rows(x[: block.last], block.first_key) for x in (k, v))
+        keys, values = (live_rows(x[: block.last - base], block.first_key) for x in (k, v))
         if watch is not None and documents is not None:
-            watch(part, keys, documents[: block.last])
-        parts.append(backend.suffixes_attention(part, keys, values, block.queries, block.keys, None, scale))
+            watch(part, keys, documents[base : block.last])
+        parts.append(backend.suffixes_attention(part, keys, values, block.queries, block.keys, longest, scale))
     return torch.cat(parts)

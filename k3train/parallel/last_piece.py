@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from k3kernels.kda import kda_segment
+from k3kernels.kda import kda, kda_segment
 
 if TYPE_CHECKING:
     from k3train.model.kda import KDA
@@ -64,6 +64,33 @@ def summarize(
     def summary(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return kda_segment(*tensors, bound=layer.ctx.model.kda.decay_bound, cu_seqlens=cu_seqlens, start=start)
 
-    per_head = (x.view(1, -1, layer.heads, layer.head_dim) for x in (k, v, z))
-    inputs = (*per_head, beta.view(1, -1, layer.heads), layer.A_log, layer.dt_bias)
+    inputs = _of_heads(layer, k, v, z, beta)
     return checkpoint(summary, *inputs, use_reentrant=False, preserve_rng_state=False) if again else summary(*inputs)
+
+
+def last_state(
+    layer: KDA, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, begin: torch.Tensor, *, again: bool
+) -> torch.Tensor:  # fmt: skip
+    """The state fp32 [H, K, V] that tokens begin ... n - 1 of k, v, z [n, H * K] and beta [n, H] leave when nothing enters.
+
+    begin: int32 [1] on k's device, which nobody reads on the host. again: as for `summarize`.
+    """
+    borders = torch.cat([begin.new_zeros(1), begin, begin.new_full((1,), k.shape[0])])
+
+    def state(k: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        _, states = kda(
+            k.detach(), k, *others, bound=layer.ctx.model.kda.decay_bound, cu_seqlens=borders, output_final_state=True
+        )
+        assert states is not None
+        return states[1]
+
+    inputs = _of_heads(layer, k, v, z, beta)
+    return checkpoint(state, *inputs, use_reentrant=False, preserve_rng_state=False) if again else state(*inputs)  # type: ignore[no-any-return]
+
+
+def _of_heads(
+    layer: KDA, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """As the kernels take them, with the layer's decay."""
+    per_head = (x.view(1, -1, layer.heads, layer.head_dim) for x in (k, v, z))
+    return (*per_head, beta.view(1, -1, layer.heads), layer.A_log, layer.dt_bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,3 +154,44 @@ def swap_pays(bounds: Sequence[int], size: int) -> bool:
     whole = max(own_block(bounds, size, r).pairs for r in range(size))
     halves = max(sum(b.pairs for b in swapped_blocks(bounds, size, r)) for r in range(size))
     return whole - halves > ROW_PAIRS * (bounds[-1] // size // 2)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Bounds on documents that the shapes of a captured step may follow, in tokens: few values, the same on every rank.
+
+    border: of a document that crosses a border between slices, what lies on either side of it; the length of a slice
+    where such a part may be longer, or where trading rows pays. longest: of any document; the whole stream: no bound.
+    """
+
+    border: int
+    longest: int
+
+    def covering(self, other: Spans) -> Spans:
+        """Bounds for both."""
+        return Spans(max(self.border, other.border), max(self.longest, other.longest))
+
+
+BORDER_SHARES = (8, 4, 2)
+LONGEST_SHARES = (2, 1)
+"""Bounds are a slice's length over one of these: each combination that occurs is a graph of its own."""
+
+
+def spans(bounds: Sequence[int], size: int) -> Spans:
+    """The least bounds that hold for a stream with these document borders, cut into `size` equal slices."""
+    total = bounds[-1]
+    length = total // size
+    documents = [(a, b) for a, b in itertools.pairwise(sorted({0, *bounds})) if a < b]
+    starts = [a for a, _ in documents]
+    parts = [0]
+    for edge in range(length, total, length):
+        a, b = documents[bisect_right(starts, edge) - 1]
+        if a < edge:
+            parts += [edge - a, b - edge]
+
+    def least(needed: int, shares: Sequence[int], otherwise: int) -> int:
+        fitting = [size for share in shares if (size := -(-length // share)) >= needed]
+        return fitting[0] if fitting else otherwise
+
+    border = length if swap_pays(bounds, size) else least(max(parts), BORDER_SHARES, length)
+    return Spans(border, least(max(b - a for a, b in documents), LONGEST_SHARES, total))

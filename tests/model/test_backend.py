@@ -326,7 +326,7 @@ def test_documents_that_only_the_device_knows_attend_as_those_that_the_host_know
     cu_k = torch.tensor([0, 0, 0, 9, 10, 10, 14, 17, 17], dtype=torch.int32)
     want = Backend().suffixes_attention(q, k, v, cu_q, cu_k, lengths, 0.5)
     before = torch.full((6, 2, 4), 1e4)
-    got = Backend().suffixes_attention(q, torch.cat([before, k]), torch.cat([before, v]), cu_q, cu_k + 6, None, 0.5)
+    got = Backend().suffixes_attention(q, torch.cat([before, k]), torch.cat([before, v]), cu_q, cu_k + 6, 1 << 20, 0.5)
     torch.testing.assert_close(got, want)
 
 
@@ -352,4 +352,5 @@ def test_the_longest_document_is_bounded_by_a_power_of_two(
 
 def test_the_longest_piece_is_bounded_apart_for_queries_and_keys() -> None:
     assert Backend.longest([(3, 700), (16, 16), (9, 40)], 28, 756) == (16, 1024)
-    assert Backend.longest(None, 28, 756) == (28, 756)
+    assert Backend.longest(1000, 28, 756) == (28, 756)
+    assert Backend.longest(64, 28, 756) == (28, 64)

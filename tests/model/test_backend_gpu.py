@@ -211,7 +211,7 @@ def test_suffixes_that_only_the_device_knows_agree_with_the_masked_ones(name: st
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 keys, values = (live_rows(x[:end], first) for x in args[1:])
-                out = backend.suffixes_attention(rows, keys, values, cu_q, cu_k, None, 192**-0.5)
+                out = backend.suffixes_attention(rows, keys, values, cu_q, cu_k, keys.shape[0], 192**-0.5)
                 out.backward(grad.bfloat16().to(out.dtype))
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -69,11 +69,12 @@ def trading(row_pairs: int) -> Iterator[None]:
 
 def deviations(
     kind: str, streams: dict[str, list[list[int]]], bound: float | None = -5.0, on_device: bool = False,
-    row_pairs: int = 0,
+    row_pairs: int = 0, bounded: bool = False,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Largest relative L2 deviation from the whole stream, by name of the streams and by tensor (ranks pooled).
 
-    on_device: as a captured step does it: documents looked up on the device, and padded by empty ones.
+    on_device: as a captured step does it: documents looked up on the device, and padded by empty ones; bounded: with bounds
+    on them.
     row_pairs: as for `trading`.
 
     KDA runs in fp64; attention in fp32, since its norms compute in fp32 whatever they are given.
@@ -94,7 +95,9 @@ def deviations(
         want = run(whole, x, weight, PackedStream(cu, total))
         padded = pad_documents(cu) if on_device else cu
         with trading(row_pairs):
-            got = run(local, x[mine], weight[mine], PackedStream(padded, total, on_device=on_device))
+            known = slices.spans(bounds, ctx.layout.cp.size()) if bounded else None
+            stream = PackedStream(padded, total, on_device=on_device, spans=known)
+            got = run(local, x[mine], weight[mine], stream)
         errors = worst.setdefault(name, {})
         for key, value in got.items():
             if key in ("y", "x"):

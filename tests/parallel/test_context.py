@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import pytest
 
@@ -37,44 +38,45 @@ def streams(world: int) -> dict[str, list[list[int]]]:
         "slices of two tokens, shorter than the convolution": [[0, 2 * world], [0, 1, 2 * world], [0, 3, 2 * world]],
         "slices of one token": [[0, world], [0, 1, world]],
         "several chunks a rank": [[0, 70 * world], [0, 33, 70 * world]],
+        "documents reach little over borders": [
+            [0, 6, 9, *range(15, total, 8), total], [0, 7, *range(8, total, 8), total], [0, 5, *range(12, total, 8), total],
+            [0, 60, *(64 * r + at for r in range(1, world) for at in (3, 35, 61)), 64 * world],
+        ],
         "random documents": random_streams(world, 8),
     }
 
 
 @functools.cache
-def deviations(
-    world: int, kind: str, bound: float | None, on_device: bool, row_pairs: int = 0
-) -> dict[str, dict[str, float]]:
+def deviations(world: int, kind: str, bound: float | None, way: str) -> dict[str, dict[str, float]]:
     """All streams in one visit to the ranks."""
-    case = {"kind": kind, "streams": streams(world), "bound": bound, "on_device": on_device, "row_pairs": row_pairs}
+    case = {"kind": kind, "streams": streams(world), "bound": bound, **WAYS[way]}
     results = pool(world).run(f"{CASES}:deviations", **case, timeout=120.0)
     return results[0]
 
 
-WHERE = pytest.mark.parametrize("on_device", [False, True], ids=["documents on the host", "documents on the device"])
+NEVER = 1 << 40
+WAYS: dict[str, dict[str, Any]] = {
+    "documents on the host, rows traded": {"row_pairs": 0},
+    "documents on the host, rows kept": {"row_pairs": NEVER},
+    "documents on the device": {"on_device": True},
+    "documents on the device, bounded": {"on_device": True, "bounded": True, "row_pairs": NEVER},
+}
 
 
-@WHERE
+@pytest.mark.parametrize("way", [way for way in WAYS if "traded" not in way])
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("name", list(streams(2)))
 @pytest.mark.parametrize("world", [2, 4])
-def test_kda_on_slices_is_kda_on_the_stream(world: int, name: str, bound: float | None, on_device: bool) -> None:
-    worst = deviations(world, "kda", bound, on_device)[name]
+def test_kda_on_slices_is_kda_on_the_stream(world: int, name: str, bound: float | None, way: str) -> None:
+    worst = deviations(world, "kda", bound, way)[name]
     assert {n for n, e in worst.items() if not e < 1e-10} == set(), worst
 
 
-@pytest.mark.parametrize(
-    ("on_device", "row_pairs"),
-    [
-        pytest.param(False, 0, id="documents on the host, rows traded"),
-        pytest.param(False, 1 << 40, id="documents on the host, rows kept"),
-        pytest.param(True, 0, id="documents on the device"),
-    ],
-)
+@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("name", list(streams(2)))
 @pytest.mark.parametrize("world", [2, 4])
-def test_attention_on_slices_is_attention_on_the_stream(world: int, name: str, on_device: bool, row_pairs: int) -> None:
-    worst = deviations(world, "mla", -5.0, on_device, row_pairs)[name]
+def test_attention_on_slices_is_attention_on_the_stream(world: int, name: str, way: str) -> None:
+    worst = deviations(world, "mla", -5.0, way)[name]
     assert {n for n, e in worst.items() if not e < 1e-5} == set(), worst
 
 

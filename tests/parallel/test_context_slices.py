@@ -8,7 +8,7 @@ import pytest
 
 from k3train.errors import LayoutError
 from k3train.parallel.context import merge
-from k3train.parallel.slices import cut, own_block, query_block, swap_pays, swapped_blocks
+from k3train.parallel.slices import Spans, cut, own_block, query_block, spans, swap_pays, swapped_blocks
 
 
 def random_bounds(seed: int, total: int) -> list[int]:
@@ -85,6 +85,42 @@ def test_the_longest_document_alone_may_make_a_trade_pay() -> None:
     assert swap_pays(bounds, 2) and swap_pays(bounds, 4)
     work = [own_block(bounds, 2, r).pairs for r in range(2)]
     assert work[1] > 50 * work[0]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(12))
+def test_spans_bound_every_document_and_what_it_has_on_either_side_of_a_border(size: int, seed: int) -> None:
+    rng = random.Random(seed)
+    total = size * rng.choice([1, 7, 64, 4096])
+    bounds = sorted([0, total, *[rng.randint(0, total) for _ in range(rng.choice([1, 5, total // 3]))]])
+    length, found = total // size, spans(bounds, size)
+    slices = [cut(bounds, size, r) for r in range(size)]
+    inside = [b - a for a, b in zip(bounds, bounds[1:])]
+    assert max(inside) <= found.longest <= total
+    if found.border < length:
+        for part in slices:
+            assert not part.leaves or part.pieces[-1] - part.pieces[-2] <= found.border
+            assert not part.continues or part.start - part.document_start <= found.border
+            assert part.first_source >= part.rank - 1
+    bounded = found.covering(Spans(3, total))
+    assert bounded == Spans(max(found.border, 3), total)
+
+
+def test_few_spans_come_of_many_streams_of_short_documents() -> None:
+    """Each pair of bounds is a graph to capture and to keep."""
+    rng, total, seen = random.Random(0), 1 << 16, set()
+    for _ in range(200):
+        cuts = sorted(rng.sample(range(1, total), 32))
+        seen.add(spans([0, *cuts, total], 2))
+    assert len(seen) <= 6
+    assert sum(s.border < total // 2 for s in seen) >= 3
+
+
+def test_a_stream_whose_rows_are_traded_has_no_bound_at_its_borders() -> None:
+    total = 1 << 17
+    assert spans([0, total], 2) == Spans(total // 2, total)
+    uneven = [*range(0, total // 2, 1024), total // 2, total]  # no document crosses, but one rank has all the work
+    assert spans(uneven, 2) == Spans(total // 2, total // 2)
 
 
 def test_ranges_merge() -> None:

@@ -148,16 +148,17 @@ class Backend:
 
     def suffixes_attention(
         self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
-        lengths: Sequence[tuple[int, int]] | None, scale: float,
+        lengths: Sequence[tuple[int, int]] | int, scale: float,
     ) -> torch.Tensor:  # fmt: skip
         """`suffix_attention` of documents end to end: queries q [N, H, K] and keys k [M, H, K] of each, by the lengths
         (queries, keys) on the host and the borders cu_q, cu_k int32 [documents + 1] on the device, where empty documents
         may follow -> [N, H, V].
 
-        lengths None: only the device knows them. Then empty documents may be anywhere, and the keys may begin after row 0,
-        at cu_k[0]; the rows before are in no document, and what comes back as their gradient is arbitrary.
+        lengths as a number: only the device knows them, and no document is longer. Then empty documents may be anywhere, and
+        the keys may begin after row 0, at cu_k[0]; the rows before are in no document, and what comes back as their gradient
+        is arbitrary.
         """
-        if lengths is None:
+        if isinstance(lengths, int):
             mask = suffixes_mask(q_NHK.shape[0], k_MHK.shape[0], cu_q, cu_k)
             q, k, v = (x.transpose(0, 1)[None] for x in (q_NHK, k_MHK, v_MHV))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
@@ -166,14 +167,14 @@ class Backend:
         return torch.cat([self.suffix_attention(*piece, scale) for piece in pieces])
 
     @staticmethod
-    def longest(lengths: Sequence[tuple[int, int]] | None, n: int, m: int) -> tuple[int, int]:
+    def longest(lengths: Sequence[tuple[int, int]] | int, n: int, m: int) -> tuple[int, int]:
         """Bounds on the queries and keys of one document of `suffixes_attention`, whose tensors have n and m rows.
 
         Kernels start work for every document as if it were this long, and libraries plan anew for every other bound: where
         the host knows the documents, the next power of two.
         """
-        if lengths is None:
-            return n, m
+        if isinstance(lengths, int):
+            return min(lengths, n), min(lengths, m)
         queries, keys = (1 << (max(sizes) - 1).bit_length() for sizes in zip(*lengths))
         return queries, keys
 

@@ -143,7 +143,7 @@ class TEBackend(Backend):
 
     def suffixes_attention(
         self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
-        lengths: Sequence[tuple[int, int]] | None, scale: float,
+        lengths: Sequence[tuple[int, int]] | int, scale: float,
     ) -> torch.Tensor:  # fmt: skip
         n, m = q_NHK.shape[0], k_MHK.shape[0]
         longest = self.longest(lengths, n, m)

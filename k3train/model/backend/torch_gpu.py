@@ -60,7 +60,7 @@ class TorchBackend(Backend):
 
     def suffixes_attention(
         self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
-        lengths: Sequence[tuple[int, int]] | None, scale: float,
+        lengths: Sequence[tuple[int, int]] | int, scale: float,
     ) -> torch.Tensor:  # fmt: skip
         if not fits_flash(q_NHK, v_MHV):
             return super().suffixes_attention(q_NHK, k_MHK, v_MHV, cu_q, cu_k, lengths, scale)
