@@ -90,6 +90,10 @@ ARMS: dict[str, list[str]] = {
         "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
         "train.recompute=unit",
     ],
+    "context2_graphs_overlap": [  # the whole schedule in one graph
+        "parallel.context=2", "parallel.overlap_grad_reduce=true", "train.seq_length=65536", "train.micro_batch=1",
+        "train.global_batch=2", "train.recompute=unit",
+    ],
     "context2_256k": [
         "parallel.context=2", "train.seq_length=262144", "train.micro_batch=1", "train.global_batch=1",
         "train.recompute=full", "train.cuda_graphs=none",
