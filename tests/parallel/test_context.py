@@ -39,7 +39,9 @@ def streams(world: int) -> dict[str, list[list[int]]]:
         "slices of one token": [[0, world], [0, 1, world]],
         "several chunks a rank": [[0, 70 * world], [0, 33, 70 * world]],
         "documents reach little over borders": [
-            [0, 6, 9, *range(15, total, 8), total], [0, 7, *range(8, total, 8), total], [0, 5, *range(12, total, 8), total],
+            [0, 6, 9, *range(15, total, 8), total],
+            [0, 7, *range(8, total, 8), total],
+            [0, 5, *range(12, total, 8), total],
             [0, 60, *(64 * r + at for r in range(1, world) for at in (3, 35, 61)), 64 * world],
         ],
         "random documents": random_streams(world, 8),
