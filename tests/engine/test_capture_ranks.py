@@ -57,7 +57,7 @@ def test_a_context_parallel_step_on_fixed_buffers_is_the_step_to_the_last_bit(
     world: int, sizes: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
     """A graph for each bound on documents that occurs, the same ones on every rank."""
-    ranks = pool(world).run(f"{CASES}:rehearse", sizes=sizes, overrides=overrides, number=5)
+    ranks = pool(world).run(f"{CASES}:rehearse", sizes=sizes, overrides=overrides, number=4)
     for seen in ranks:
         assert seen["results"] == seen["plain"]
         assert 1 <= seen["graphs"] == ranks[0]["graphs"] <= 4
