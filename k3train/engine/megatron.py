@@ -286,23 +286,14 @@ class MegatronEngine:
         sums = self.sums.zero_()
         if self.graphs is not None and not forward_only:
             self._replay(batches, micro_batches)
-        elif self.whole and self.config.train.cuda_graphs != "none" and not forward_only:
-            # the bounds of the graph that it would be
-            taken = [next(batches) for _ in range(micro_batches)]
-            with self._bounded(self.spans_of(taken)):
-                self._launch(iter(taken), micro_batches, forward_only=False)
         else:
-            self._launch(batches, micro_batches, forward_only=forward_only)
+            self._schedule_of(_fan_out(batches, micro_batches, len(self.ddp)), micro_batches, forward_only=forward_only)
         dist.all_reduce(sums, group=self.layout.dp_cp)
         if self.layout.pp.size() > 1:  # only the last stage has a loss
             if not self.layout.is_last_stage_rank:
                 sums.zero_()
             dist.all_reduce(sums, group=self.layout.pp)
         return sums
-
-    def _launch(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> None:
-        """`_schedule_of` from one source for all model chunks."""
-        self._schedule_of(_fan_out(batches, micro_batches, len(self.ddp)), micro_batches, forward_only=forward_only)
 
     def _schedule_of(self, sources: list[Iterator[Batch]], micro_batches: int, *, forward_only: bool) -> None:
         """Run megatron's schedule; losses and tokens are added to `sums`."""
@@ -332,11 +323,11 @@ class MegatronEngine:
     def _replay_one(self, batches: list[Batch], spans: Spans | None) -> None:
         """One graph; spans: agreed on with other ranks, or None."""
         assert self.graphs is not None
-        with self._bounded(self.spans_of(batches) if spans is None else spans):
+        with self.bounded(self.spans_of(batches) if spans is None else spans):
             self.graphs.micro_batches(batches, self.spans)
 
     @contextmanager
-    def _bounded(self, spans: Spans | None) -> Iterator[None]:
+    def bounded(self, spans: Spans | None) -> Iterator[None]:
         """These bounds hold for the documents of every micro-batch inside; None: each has its own."""
         self.spans = spans
         try:

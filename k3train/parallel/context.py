@@ -183,9 +183,9 @@ def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> tuple[list[Row
     """The blocks that this rank attends for, made once a micro-batch, and whether half of their rows are another rank's."""
     if "query_rows" not in stream.cache:
         device, found, bounds = stream.cu_seqlens.device, [], _bounds(stream)
-        swapped = swap_pays(bounds, group.size())
-        mine = swapped_blocks if swapped else lambda *of: [own_block(*of)]
-        for block in mine(bounds, group.size(), group.rank()):
+        size, rank = group.size(), group.rank()
+        swapped = swap_pays(bounds, size)
+        for block in swapped_blocks(bounds, size, rank) if swapped else [own_block(bounds, size, rank)]:
             more = max(8, 1 << (len(block.pieces) - 1).bit_length()) - len(block.pieces)
             ends = [(last - block.first, last - block.first_key) for _, last, _ in block.pieces]
             queries, keys = zip((0, 0), *ends, *[ends[-1]] * more)

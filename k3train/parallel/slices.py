@@ -190,8 +190,7 @@ def spans(bounds: Sequence[int], size: int) -> Spans:
             parts += [edge - a, b - edge]
 
     def least(needed: int, shares: Sequence[int], otherwise: int) -> int:
-        fitting = [size for share in shares if (size := -(-length // share)) >= needed]
-        return fitting[0] if fitting else otherwise
+        return next((bound for share in shares if (bound := -(-length // share)) >= needed), otherwise)
 
     border = length if swap_pays(bounds, size) else least(max(parts), BORDER_SHARES, length)
     return Spans(border, least(max(b - a for a, b in documents), LONGEST_SHARES, total))

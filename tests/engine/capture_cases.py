@@ -45,9 +45,16 @@ def steps(sizes: dict[str, Any], overrides: dict[str, Any], number: int, *, capt
     if captured:
         engine.graphs = Rehearsal(engine)
     micro = engine.micro_batches(engine.config.train.global_batch)
-    results = [engine.step(batches(engine.config, engine.layout, i, SEED), 1e-3, micro) for i in range(number)]
+    results, own = [], []
+    for i in range(number):
+        taken = list(batches(engine.config, engine.layout, i, SEED))
+        # the bounds of the graph that the step would be; a micro-batch by itself has its own
+        own.append(engine.spans_of(taken))
+        with engine.bounded(own[-1] if engine.whole else None):
+            results.append(engine.step(iter(taken), 1e-3, micro))
     return {
         "results": [(r.loss, r.tokens, r.grad_norm, None if r.load is None else r.load.tolist()) for r in results],
+        "own": own,
         "graphs": len(engine.graphs.graphs) if engine.graphs is not None else 0,
         "replays": engine.graphs.replays if isinstance(engine.graphs, Rehearsal) else 0,
     }

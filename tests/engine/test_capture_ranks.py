@@ -73,6 +73,23 @@ def test_ranks_with_other_documents_agree_on_the_shapes_of_a_graph_that_they_mee
         assert seen["graphs"] == seen["replays"] == 1
 
 
+@pytest.mark.ops
+def test_ranks_with_other_documents_agree_on_bounds_of_them_as_well() -> None:
+    """Two streams over two ranks each, whose own bounds differ: other shapes, and the same numbers but for rounding."""
+    sizes = {"context": 2, "data": 2, "overlap_grad_reduce": True}
+    overrides = {**CONTEXT, "train.seq_length": 64, "train.global_batch": 4}
+    ranks = pool(4).run(f"{CASES}:rehearse", sizes=sizes, overrides=overrides, number=4)
+    assert any(a != b for a, b in zip(ranks[0]["own"], ranks[-1]["own"]))
+    for seen in ranks:
+        assert (seen["graphs"], seen["replays"]) == (ranks[0]["graphs"], ranks[0]["replays"])
+        assert seen["replays"] >= 1
+        for (loss, tokens, norm, load), (plain_loss, plain_tokens, plain_norm, plain_load) in zip(
+            seen["results"], seen["plain"]
+        ):
+            assert (tokens, load) == (plain_tokens, plain_load)
+            assert (loss, norm) == pytest.approx((plain_loss, plain_norm), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("sizes", "overrides", "allowed"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from k3train.parallel.slices import spans
 from tests.parallel.pool import pool
 
 CASES = "tests.parallel.context_cases"
@@ -39,7 +40,7 @@ def streams(world: int) -> dict[str, list[list[int]]]:
         "slices of one token": [[0, world], [0, 1, world]],
         "several chunks a rank": [[0, 70 * world], [0, 33, 70 * world]],
         "documents reach little over borders": [
-            [0, 6, 9, *range(15, total, 8), total],
+            [0, 6, *(8 * r + at for r in range(1, world) for at in (2, 6)), total],
             [0, 7, *range(8, total, 8), total],
             [0, 5, *range(12, total, 8), total],
             [0, 60, *(64 * r + at for r in range(1, world) for at in (3, 35, 61)), 64 * world],
@@ -63,6 +64,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "documents on the device": {"on_device": True},
     "documents on the device, bounded": {"on_device": True, "bounded": True, "row_pairs": NEVER},
 }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_some_of_the_streams_are_bounded_at_the_borders_of_ranks(world: int) -> None:
+    """Else a bounded way would be the one without bounds."""
+    found = {
+        name: [spans(b, world).border * world < b[-1] for b in several] for name, several in streams(world).items()
+    }
+    assert all(found["documents reach little over borders"])
+    assert not any(found["one document over all ranks"])
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "traded" not in way])
