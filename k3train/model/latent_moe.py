@@ -7,6 +7,8 @@ rank by our own sort. The weight p_e multiplies the activation in front of w2, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -189,34 +191,46 @@ class LatentMoE(nn.Module):
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         moe = self.ctx.model.moe
         weights, experts = self.router(x, stream)
-        z = x if moe.latent is None else self.latent_down(x)
-        shared: torch.Tensor | None = None
         if self.exchange is None:
+            z, shared = self.project(x)
             out = self.routed(z, weights, experts)
         else:
+            z = x if moe.latent is None else self.latent_down(x)
             out, shared = self.exchanged(self.exchange, z, weights, experts, x)
         if moe.latent is not None:
             if moe.latent_norm:
                 out = consumed(self.ctx, "norms", self.latent_norm, out, by=self.latent_up)
             else:
                 out = self.latent_up(out)
-        if moe.shared_experts:
-            out = out + (self.shared_experts(x) if shared is None else shared)
-        return out
+        return out if shared is None else out + shared()
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """x [T_local, d] -> what routed experts read [T_local, latent], and the rest of the shared experts, if there are any."""
+        latent, asked = self.ctx.model.moe.latent is not None, []
+        if latent:
+            asked.append((self.latent_down, x))
+        if self.ctx.model.moe.shared_experts:
+            entered = self.ctx.layout.enter_tensor_parallel(x)
+            asked += [(self.shared_experts.gate_proj, entered), (self.shared_experts.up_proj, entered)]
+        found = self.ctx.backend.products(asked)
+        z = found.pop(0) if latent else x
+        return z, (lambda: self.shared_experts.activated(*found)()) if found else None
 
     def exchanged(
         self, exchange: ExpertExchange, z: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`routed` through our own exchange. With overlap also the shared experts of x: gate and up while rows go out, down
-        while they come home."""
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """`routed` through our own exchange, and the shared experts of x. With overlap these are done already: gate and up
+        while rows went out, down while they came home."""
         overlap = exchange.plan.overlap and self.ctx.model.moe.shared_experts > 0
         # a host that reads sizes may wait where nothing is trained; there no step can be done again either
         journey = exchange.depart(z, weights, experts, exact=not self.training)
         finish = self.shared_experts.begin(x) if overlap else None
         tokens, counts, probs = journey.arrive()
         journey.send_back(self.experts(tokens, counts, probs))
-        shared = None if finish is None else finish()
-        return journey.home(), shared
+        if finish is None:
+            return journey.home(), (lambda: self.shared_experts(x)) if self.ctx.model.moe.shared_experts else None
+        done = finish()
+        return journey.home(), lambda: done
 
     def routed(self, z: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Dispatch, experts, combine: [T_local, latent] -> [T_local, latent].
