@@ -75,10 +75,7 @@ class Router(nn.Module):
 
     def tokens_of(self, experts: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens routed to each expert, int64 [E]; those with valid[t] False are left out."""
-        flat = experts.reshape(-1)
-        one = torch.ones_like(flat) if valid is None else valid.long()[:, None].expand_as(experts).reshape(-1)
-        counts = torch.zeros(self.ctx.model.moe.experts, dtype=torch.int64, device=experts.device)
-        return counts.scatter_add_(0, flat, one)
+        return routing.expert_counts(experts, self.ctx.model.moe.experts, valid=valid)
 
     @torch.no_grad()
     def count(

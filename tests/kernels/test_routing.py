@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from k3kernels import routing
-from k3kernels.routing import reference
+from k3kernels.routing import reference, triton_routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 4, 1), (37, 6, 2), (130, 33, 4), (64, 128, 5)]
@@ -58,6 +58,52 @@ def test_copies_are_sorted_by_expert_and_in_token_order(tokens: int, experts: in
     assert order.source.tolist() == wanted
     assert order.place[order.source.long()].tolist() == list(range(tokens * top_k))
     assert order.counts.tolist() == torch.bincount(chosen.reshape(-1), minlength=experts).tolist()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["all tokens", "without padding"])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SHAPES, ids=IDS)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_copies_of_valid_tokens_are_counted(
+    tokens: int, experts: int, top_k: int, backend: str, padded: bool
+) -> None:  # fmt: skip
+    chosen = routing.route(*case(tokens, experts), top_k)[1]
+    valid = torch.arange(tokens, device=DEVICE) % 3 > 0
+    counts = routing.expert_counts(chosen, experts, valid=valid if padded else None, backend=backend)
+    assert counts.dtype == torch.int64
+    assert (
+        counts.tolist() == torch.bincount((chosen[valid] if padded else chosen).reshape(-1), minlength=experts).tolist()
+    )
+
+
+def test_blocks_are_summed_over_in_one_launch_across_the_borders_of_its_strips() -> None:
+    """More experts than a program of the scan takes, and more blocks than it takes at a time."""
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 9, (2 * triton_routing.DEEP + 5, 19), dtype=torch.int32, generator=generator).to(DEVICE)
+    before, counts = blocks.clone(), torch.empty(19, dtype=torch.int64, device=DEVICE)
+    triton_routing.scan(before, counts)
+    assert torch.equal(counts, blocks.sum(0))
+    assert torch.equal(before, (blocks.cumsum(0) - blocks).int())
+
+
+@pytest.mark.gpu
+def test_a_permutation_is_three_kernels_and_follows_its_input_in_a_captured_graph() -> None:
+    tokens, experts, top_k = 32768, 128, 4
+    chosen = routing.route(*case(tokens, experts), top_k)[1]
+    routing.make_permutation(chosen, experts), routing.expert_counts(chosen, experts)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        routing.make_permutation(chosen, experts)
+        torch.cuda.synchronize()
+    assert sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA) == 3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        order, counts = routing.make_permutation(chosen, experts), routing.expert_counts(chosen, experts)
+    chosen.copy_(chosen.flip(0))
+    graph.replay()
+    source, place, right = reference.permutation(chosen, experts)
+    assert torch.equal(order.source, source)
+    assert torch.equal(order.place, place)
+    assert torch.equal(order.counts, right)
+    assert torch.equal(counts, right)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -93,6 +93,26 @@ def required_bias_counts(
         counts += reference.histogram(logits, bias, cut, cut_expert, counts.shape[1], valid)
 
 
+def _check_experts(experts: Tensor) -> None:
+    if experts.dim() != 2 or experts.dtype != torch.int64:
+        raise ValueError(f"experts: expected int64 [T, k], got {experts.dtype} {list(experts.shape)}")
+
+
+def expert_counts(
+    experts: Tensor, count: int, *, valid: Tensor | None = None, backend: str = "auto"
+) -> Tensor:  # fmt: skip
+    """How many of the T * k copies that experts int64 [T, k] ask for go to each of `count` experts: int64 [count].
+
+    Tokens with valid[t] False, bool [T], are left out.
+    """
+    _check_experts(experts)
+    if pick_backend(backend, experts, count) == "triton":
+        from k3kernels.routing import triton_routing
+
+        return triton_routing.expert_counts(experts.contiguous(), count, valid)
+    return reference.expert_counts(experts, count, valid)
+
+
 @dataclass(frozen=True)
 class Permutation:
     """Rows sorted by expert, in token order within one. Row i is copy `source[i]` = token * k + place; copy c of the
@@ -106,8 +126,7 @@ class Permutation:
 
 def make_permutation(experts: Tensor, count: int, *, backend: str = "auto") -> Permutation:
     """The order by expert of the T * k copies that experts int64 [T, k] ask for; `count` experts in all."""
-    if experts.dim() != 2 or experts.dtype != torch.int64:
-        raise ValueError(f"experts: expected int64 [T, k], got {experts.dtype} {list(experts.shape)}")
+    _check_experts(experts)
     if pick_backend(backend, experts, count) == "triton":
         from k3kernels.routing import triton_routing
 
