@@ -130,6 +130,52 @@ def test_dispatch_and_combine_are_a_weighted_sum_over_experts(backend: str, dtyp
     torch.testing.assert_close(weights.grad, inner * (chosen + 1), **tolerance)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("readers", [(0, 1), (0,), (1,), ()], ids=["both read", "the first", "the second", "none"])
+def test_the_gradients_of_two_readers_of_the_rows_are_added_in_fp32(
+    backend: str, dtype: torch.dtype, readers: tuple[int, ...]
+) -> None:
+    tokens, experts, top_k, width = 50, 7, 3, 20
+    logits, bias = case(tokens, experts)
+    weights, chosen, *_ = routing.route(logits, bias, top_k)
+    x = torch.randn(tokens, width, device=DEVICE, dtype=dtype, requires_grad=True)
+    order = routing.make_permutation(chosen, experts, backend=backend)
+    *rows, probs = routing.dispatch_twice(x, weights.detach().requires_grad_(), order, backend=backend)
+    assert rows[0].data_ptr() == rows[1].data_ptr()
+    assert torch.equal(rows[1], routing.dispatch(x, weights, order, backend=backend)[0])
+    grads = [torch.randn(tokens * top_k, width, device=DEVICE).to(dtype) for _ in rows]
+    sum((rows[r] * grads[r]).sum() for r in readers).backward() if readers else probs.sum().backward()
+    if not readers:
+        assert x.grad is None
+        return
+    exact = sum(grads[r].double() for r in readers)[order.place.long()].view(tokens, top_k, width).sum(1)
+    tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-6}
+    torch.testing.assert_close(x.grad.double(), exact, **tolerance)  # of one rounding; the interpreter's is down
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_bf16_would_lose_between_the_gradients_of_two_readers_is_kept(backend: str) -> None:
+    """A token's copies send 1 and -1 to one reader and 2^-10 each to the other: added in bf16 first, nothing is left."""
+    weights, chosen, *_ = routing.route(*case(30, 6), 2)
+    x = torch.randn(30, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    order = routing.make_permutation(chosen, 6, backend=backend)
+    rows, again, _ = routing.dispatch_twice(x, weights, order, backend=backend)
+    sign = (1.0 - 2.0 * (order.source % 2))[:, None].to(rows.dtype)
+    ((rows * sign).sum() + (again * 2.0**-10).sum()).backward()
+    assert (x.grad == 2.0**-9).all()
+
+
+def test_rows_that_two_read_are_not_to_be_written_to() -> None:
+    x = torch.randn(6, 4, device=DEVICE, requires_grad=True)
+    weights, chosen, *_ = routing.route(*case(6, 4), 2)
+    rows, again, _ = routing.dispatch_twice(x, weights, routing.make_permutation(chosen, 4))
+    product = rows * rows
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        again.mul_(2.0)
+    product.sum().backward()
+
+
 def test_the_reference_routes_as_a_loop_over_tokens_does() -> None:
     logits, bias = (x.cpu() for x in case(9, 6))
     weights, experts, cut, cut_expert = reference.route(logits, bias, 2, True, 1.0)

@@ -174,14 +174,19 @@ def spread_kernel(x_ptr, source_ptr, out_ptr, D, K: tl.constexpr, BD: tl.constex
 
 
 @triton.jit
-def gather_kernel(rows_ptr, place_ptr, out_ptr, D, K: tl.constexpr, BD: tl.constexpr):
-    """Grid (tokens, ceil(D / BD)): the sum of the K rows of a token, in fp32."""
+def gather_kernel(
+    rows_ptr, more_ptr, place_ptr, out_ptr, D, K: tl.constexpr, MORE: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """Grid (tokens, ceil(D / BD)): the sum of the K rows of a token, in fp32; with MORE, of both tensors' rows."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros([BD], tl.float32)
     for i in tl.static_range(K):
         there = tl.load(place_ptr + t * K + i).to(tl.int64)
-        total += tl.load(rows_ptr + there * D + d, mask=d < D, other=0.0).to(tl.float32)
+        row = tl.load(rows_ptr + there * D + d, mask=d < D, other=0.0).to(tl.float32)
+        if MORE:
+            row += tl.load(more_ptr + there * D + d, mask=d < D, other=0.0).to(tl.float32)
+        total += row
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -293,11 +298,13 @@ def spread(x: Tensor, source: Tensor, top_k: int) -> Tensor:
     return out
 
 
-def gather(rows: Tensor, place: Tensor, top_k: int) -> Tensor:
-    """[T * k, D] -> [T, D]."""
+def gather(rows: Tensor, more: Tensor | None, place: Tensor, top_k: int) -> Tensor:
+    """[T * k, D], and as many more to add to them, or None -> [T, D]."""
     tokens, D = place.shape[0] // top_k, rows.shape[1]
     out = rows.new_empty(tokens, D)
     block = min(WIDE, triton.next_power_of_2(D))
     if tokens:
-        gather_kernel[(tokens, triton.cdiv(D, block))](rows, place, out, D, K=top_k, BD=block, num_warps=2)
+        gather_kernel[(tokens, triton.cdiv(D, block))](
+            rows, rows if more is None else more, place, out, D, K=top_k, MORE=more is not None, BD=block, num_warps=2
+        )
     return out
