@@ -77,10 +77,7 @@ class Router(nn.Module):
 
     def tokens_of(self, experts: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens routed to each expert, int64 [E]; those with valid[t] False are left out."""
-        flat = experts.reshape(-1)
-        one = torch.ones_like(flat) if valid is None else valid.long()[:, None].expand_as(experts).reshape(-1)
-        counts = torch.zeros(self.ctx.model.moe.experts, dtype=torch.int64, device=experts.device)
-        return counts.scatter_add_(0, flat, one)
+        return routing.expert_counts(experts, self.ctx.model.moe.experts, valid=valid)
 
     @torch.no_grad()
     def count(
@@ -145,9 +142,12 @@ class Experts(nn.Module):
         self.w3 = stacked(moe.expert_hidden, latent)
         self.w2 = stacked(latent, moe.expert_hidden)
 
-    def forward(self, z: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, z: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor, again: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """z [N, latent] sorted by expert, counts int [E_local], probs fp32 [N] -> [N, latent].
 
+        again: z once more, for w3, from one who adds the gradients of the two himself (`routing.dispatch_twice`).
         Rows behind the last expert's, where there are any, belong to nobody, and what comes out there means nothing.
         """
         linear = self.ctx.backend.grouped_linear
@@ -156,7 +156,8 @@ class Experts(nn.Module):
             return gated_activation(self.ctx.model, gate, up, probs)
 
         return consumed(
-            self.ctx, "units", activate, linear(z, self.w1, counts), linear(z, self.w3, counts), probs,
+            self.ctx, "units", activate, linear(z, self.w1, counts),
+            linear(z if again is None else again, self.w3, counts), probs,
             by=lambda hidden: linear(hidden, self.w2, counts), fused=z.is_cuda,
         )  # fmt: skip
 
@@ -240,8 +241,8 @@ class LatentMoE(nn.Module):
         """
         if self.dispatcher is None:
             order = routing.make_permutation(experts, self.ctx.model.moe.experts)
-            tokens, probs = routing.dispatch(z, weights, order)
-            return routing.combine(self.experts(tokens, order.counts, probs), order)
+            tokens, again, probs = routing.dispatch_twice(z, weights, order)
+            return routing.combine(self.experts(tokens, order.counts, probs, again), order)
         d = self.dispatcher
         probs, selected = dense(weights, experts, self.ctx.model.moe.experts)
         tokens, probs = d.dispatch_preprocess(z, selected, probs)
