@@ -152,7 +152,7 @@ def test_only_the_inputs_of_the_gate_are_kept_and_nothing_of_keys() -> None:
 def test_peak_of_the_gradient_of_keys(sizes: tuple[int, ...], dtype: torch.dtype, sent: str, peaks: None) -> None:
     dk, dv = (1.2345678 * g for g in gradients(sizes))  # not yet rounded
     found = Keys(sizes, dtype, "triton", None if sent == "values" else dk, None if sent == "keys" else dv)
-    assert noted(found.dkv.flatten(1)) == (float(found.dkv.abs().max()) if sizes[0] else None)
+    assert noted(found.dkv.flatten(1)) == (float(found.dkv.abs().max()) if sizes[0] else 0.0)
     assert noted(found.k) is None and noted(found.v) is None
 
 
@@ -165,16 +165,18 @@ def test_peaks_of_the_gate(shape: tuple[int, ...], dtype: torch.dtype, peaks: No
     assert noted(found.dgate) == float(found.dgate.abs().max())
 
 
-def test_a_gate_computed_again_without_gradients_notes_nothing(peaks: None) -> None:
-    with torch.no_grad():
-        y = sigmoid_gate(*(normal(4, 8, seed=i).float() for i in (0, 1)), backend="triton")
-    assert noted(y) is None
+def test_no_peak_is_noted_where_none_is_wanted_and_no_bit_depends_on_it(peaks: None) -> None:
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        keys = Keys((3, 2, 8, 4, 8), torch.bfloat16, "triton", *gradients((3, 2, 8, 4, 8)))
+        gate = Gate((4, 8), torch.bfloat16, torch.bfloat16, "triton")
+        return [keys.dkv, gate.y, gate.dgate], [keys.dlatent, gate.do]
 
-
-def test_no_peak_is_noted_where_none_is_wanted() -> None:
-    keys = Keys((3, 2, 8, 4, 8), torch.float32, "triton", *gradients((3, 2, 8, 4, 8)))
-    gate = Gate((4, 8), torch.float32, torch.float32, "triton")
-    assert [noted(x) for x in (keys.dkv, gate.y, gate.dgate)] == [None, None, None]
+    with_peaks, others = run()
+    PEAKS.wanted = False
+    PEAKS.forget()
+    plain, plain_others = run()
+    assert [noted(x) for x in plain] == [None, None, None]
+    assert all(torch.equal(a, b) for a, b in zip([*plain, *plain_others], [*with_peaks, *others]))
 
 
 @pytest.mark.parametrize(

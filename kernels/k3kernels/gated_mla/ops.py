@@ -1,11 +1,9 @@
 """The public entries around the attention of Gated MLA (Kimi K3 report equation 7)."""
 
-import torch
 from torch import Tensor
 
 from k3kernels.checks import check_choice, check_same_device, check_tensor
 from k3kernels.gated_mla.reference import assemble_keys_torch, sigmoid_gate_torch
-from k3kernels.peaks import PEAKS
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -50,7 +48,7 @@ def sigmoid_gate(o: Tensor, gate: Tensor, *, backend: str = "auto") -> Tensor:
 
     Returns:
         [..., C] in the gate's dtype. Triton computes it and the gradients in fp32 and rounds once, keeps only o and gate,
-        and where `PEAKS.wanted` notes the peaks of the result (if a backward may follow) and of the gate's gradient.
+        and where `PEAKS.wanted` notes the peaks of the result and of the gate's gradient.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule; the message names the argument, the rule and the value.
@@ -63,8 +61,7 @@ def sigmoid_gate(o: Tensor, gate: Tensor, *, backend: str = "auto") -> Tensor:
     if _chosen(backend, o, gate) == "triton":
         from k3kernels.gated_mla.triton_gate import TritonSigmoidGate
 
-        # a second result, computed without gradients to fill memory that was given back, is not rounded again
-        return TritonSigmoidGate.apply(o, gate, PEAKS.wanted and torch.is_grad_enabled())
+        return TritonSigmoidGate.apply(o, gate)
     return sigmoid_gate_torch(o, gate)
 
 

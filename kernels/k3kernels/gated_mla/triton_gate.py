@@ -14,62 +14,60 @@ BLOCK = 4096  # elements of a program
 
 
 @triton.jit
-def forward_kernel(o_ptr, gate_ptr, y_ptr, slots_ptr, n, BLOCK: tl.constexpr, PEAK: tl.constexpr):
-    """Grid (ceil(n / BLOCK),); o, gate, y [n]. PEAK: slots are raised to the largest magnitude of y."""
+def forward_kernel(o_ptr, gate_ptr, y_ptr, peak_ptr, n, BLOCK: tl.constexpr):
+    """Grid (ceil(n / BLOCK),); o, gate, y [n]. peak fp32 [SLOTS] of y, or None."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     inside = at < n - start
     o = tl.load(o_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
-    y = (o * tl.sigmoid(gate)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + start + at, y, mask=inside)
-    if PEAK:
-        raise_peak(slots_ptr, tl.abs(y.to(tl.float32)), y.dtype)
+    y = o * tl.sigmoid(gate)
+    kind: tl.constexpr = y_ptr.dtype.element_ty
+    tl.store(y_ptr + start + at, y.to(kind), mask=inside)
+    if peak_ptr is not None:
+        raise_peak(peak_ptr, tl.abs(y), kind)
 
 
 @triton.jit
-def backward_kernel(
-    o_ptr, gate_ptr, dy_ptr, do_ptr, dgate_ptr, slots_ptr, n, BLOCK: tl.constexpr, PEAK: tl.constexpr
-):  # fmt: skip
-    """Grid (ceil(n / BLOCK),); all [n]. PEAK: slots are raised to the largest magnitude of dgate."""
+def backward_kernel(o_ptr, gate_ptr, dy_ptr, do_ptr, dgate_ptr, peak_ptr, n, BLOCK: tl.constexpr):
+    """Grid (ceil(n / BLOCK),); all [n]. peak fp32 [SLOTS] of dgate, or None."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     inside = at < n - start
     o = tl.load(o_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     s = tl.sigmoid(tl.load(gate_ptr + start + at, mask=inside, other=0.0).to(tl.float32))
     do = tl.load(dy_ptr + start + at, mask=inside, other=0.0).to(tl.float32) * s
-    dgate = (do * o * (1.0 - s)).to(dgate_ptr.dtype.element_ty)
+    dgate = do * o * (1.0 - s)
+    kind: tl.constexpr = dgate_ptr.dtype.element_ty
     tl.store(do_ptr + start + at, do.to(do_ptr.dtype.element_ty), mask=inside)
-    tl.store(dgate_ptr + start + at, dgate, mask=inside)
-    if PEAK:
-        raise_peak(slots_ptr, tl.abs(dgate.to(tl.float32)), dgate.dtype)
+    tl.store(dgate_ptr + start + at, dgate.to(kind), mask=inside)
+    if peak_ptr is not None:
+        raise_peak(peak_ptr, tl.abs(dgate), kind)
 
 
 class TritonSigmoidGate(torch.autograd.Function):
-    """o, gate [..., C] -> [..., C] like gate; peak: whether that of the result is noted."""
+    """o, gate [..., C] -> [..., C] like gate."""
 
     @staticmethod
-    def forward(ctx: Any, o: Tensor, gate: Tensor, peak: bool) -> Tensor:
+    def forward(ctx: Any, o: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(o, gate)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        peak = PEAKS.slots(y.device)
         if n := y.numel():
-            slots = PEAKS.slots(y.device) if peak else None
             forward_kernel[(triton.cdiv(n, BLOCK),)](
-                o.contiguous(), gate.contiguous(), y, y if slots is None else slots, n, BLOCK=BLOCK,
-                PEAK=slots is not None, num_warps=8,
-            )  # fmt: skip
-            PEAKS.note(y, slots)
+                o.contiguous(), gate.contiguous(), y, peak, n, BLOCK=BLOCK, num_warps=8
+            )
+        PEAKS.note(y, peak)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         o, gate = ctx.saved_tensors
         do, dgate = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (o, gate))
+        peak = PEAKS.slots(gate.device)
         if n := gate.numel():
-            slots = PEAKS.slots(gate.device)
             backward_kernel[(triton.cdiv(n, BLOCK),)](
-                o.contiguous(), gate.contiguous(), dy.contiguous(), do, dgate, dgate if slots is None else slots, n,
-                BLOCK=BLOCK, PEAK=slots is not None, num_warps=8,
-            )  # fmt: skip
-            PEAKS.note(dgate, slots)
-        return do, dgate, None
+                o.contiguous(), gate.contiguous(), dy.contiguous(), do, dgate, peak, n, BLOCK=BLOCK, num_warps=8
+            )
+        PEAKS.note(dgate, peak)
+        return do, dgate

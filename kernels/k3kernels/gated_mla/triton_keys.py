@@ -42,42 +42,38 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    dk_ptr, dv_ptr, dkv_ptr, dshared_ptr, slots_ptr, dk_step, dk_head, dv_step, dv_head,
+    dk_ptr, dv_ptr, dkv_ptr, dshared_ptr, peak_ptr, dk_step, dk_head, dv_step, dv_head,
     H: tl.constexpr, N: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, PEAK: tl.constexpr,
 ):  # fmt: skip
     """Grid (T,). dk [T, H, N + S], dv [T, H, V] with strides of tokens and heads; dkv [T, H, N + V], dshared [T, S]
-    contiguous. Without KEYS dk is zero, and dshared not written; without VALUES dv is. PEAK: slots are raised to the largest
-    magnitude of dkv."""
+    contiguous. dk and dv may be None, for zeros; dshared is None with dk. peak fp32 [SLOTS] of dkv, or None."""
     token = tl.program_id(0).to(tl.int64)
     own, common, value = tl.arange(0, BN)[None, :], tl.arange(0, BS)[None, :], tl.arange(0, BV)[None, :]
-    kind = dkv_ptr.dtype.element_ty
+    kind: tl.constexpr = dkv_ptr.dtype.element_ty
     dkv_ptr += token * (H * (N + V))
-    dk_ptr += token * dk_step
-    dv_ptr += token * dv_step
     total = tl.zeros([BH, BS], tl.float32)
-    peak = tl.zeros([1], tl.float32)
+    peak = tl.zeros([BH], tl.float32)
     for first in range(0, H, BH):
         head = first + tl.arange(0, BH)[:, None]
         in_n, in_s, in_v = (head < H) & (own < N), (head < H) & (common < S), (head < H) & (value < V)
         dk, dv = tl.zeros([BH, BN], kind), tl.zeros([BH, BV], kind)
-        if KEYS:
-            dk = tl.load(dk_ptr + head * dk_head + own, mask=in_n, other=0.0).to(kind)
-            dshared = tl.load(dk_ptr + head * dk_head + N + common, mask=in_s, other=0.0)
-            total += dshared.to(tl.float32)
-        if VALUES:
-            dv = tl.load(dv_ptr + head * dv_head + value, mask=in_v, other=0.0).to(kind)
+        if dk_ptr is not None:
+            from_k = dk_ptr + token * dk_step + head * dk_head
+            dk = tl.load(from_k + own, mask=in_n, other=0.0).to(kind)
+            total += tl.load(from_k + N + common, mask=in_s, other=0.0).to(tl.float32)
+        if dv_ptr is not None:
+            dv = tl.load(dv_ptr + token * dv_step + head * dv_head + value, mask=in_v, other=0.0).to(kind)
         tl.store(dkv_ptr + head * (N + V) + own, dk, mask=in_n)
         tl.store(dkv_ptr + head * (N + V) + N + value, dv, mask=in_v)
-        if PEAK:
-            of_k, of_v = tl.max(tl.abs(dk.to(tl.float32))), tl.max(tl.abs(dv.to(tl.float32)))
+        if peak_ptr is not None:
+            of_k, of_v = tl.max(tl.abs(dk.to(tl.float32)), 1), tl.max(tl.abs(dv.to(tl.float32)), 1)
             peak = tl.maximum(peak, tl.maximum(of_k, of_v))
-    if KEYS:
+    if dk_ptr is not None:
         at = tl.arange(0, BS)
         tl.store(dshared_ptr + token * S + at, tl.sum(total, 0).to(kind), mask=at < S)
-    if PEAK:
-        raise_peak(slots_ptr, peak, kind)
+    if peak_ptr is not None:
+        raise_peak(peak_ptr, peak, kind)
 
 
 def _options(H: int, N: int, S: int, V: int) -> dict[str, int]:
@@ -113,14 +109,10 @@ class TritonKeys(torch.autograd.Function):
         T, H, N, S, V = ctx.sizes
         dkv = torch.empty(T, H, N + V, **ctx.kind)
         dshared = None if dk is None else torch.empty(T, S, **ctx.kind)
+        dk, dv = (None if g is None else _last_contiguous(g) for g in (dk, dv))
+        strides = [n for g in (dk, dv) for n in ((0, 0) if g is None else g.stride()[:2])]
+        peak = PEAKS.slots(dkv.device)
         if dkv.numel():
-            slots = PEAKS.slots(dkv.device)
-            # what is not there is not read; any tensor stands for it
-            keys, values = (dkv if g is None else _last_contiguous(g) for g in (dk, dv))
-            backward_kernel[(T,)](
-                keys, values, dkv, dkv if dshared is None else dshared, dkv if slots is None else slots,
-                *keys.stride()[:2], *values.stride()[:2], **_options(H, N, S, V), KEYS=dk is not None,
-                VALUES=dv is not None, PEAK=slots is not None,
-            )  # fmt: skip
-            PEAKS.note(dkv, slots)
+            backward_kernel[(T,)](dk, dv, dkv, dshared, peak, *strides, **_options(H, N, S, V))
+        PEAKS.note(dkv, peak)
         return dkv, dshared, None
