@@ -85,11 +85,13 @@ def candidates(config: Config, world: int, limit: float | None) -> list[Candidat
 
 
 def less_recomputed(config: Config, world: int) -> Candidate | None:
-    """The same layout with the fewest layers computed again that fits; None where none are, or nothing less fits."""
+    """The same layout with the fewest layers computed again that fits; None where none are, nothing less fits, or the
+    step would take as long, because the first of its pipeline stages still computes all of theirs again."""
     t = config.train
     size = WHOLE_LAYERS.get(t.recompute)
     if size is None:
         return None
+    now = time.estimate(config, world).total
     asked = t.recompute_layers or len(expand_pattern(config.model.pattern, config.model.hybrid))
     for below in range(0, asked, size):
         trial = copy.deepcopy(config)
@@ -100,7 +102,8 @@ def less_recomputed(config: Config, world: int) -> Candidate | None:
             trial.train.activations.layer_inputs = "auto"
         used = memory.estimate(trial, world).total / 1e9
         if used <= FILL * config.cluster.gpu_memory_gb:
-            return Candidate(trial, time.estimate(trial, world).total, used)
+            seconds = time.estimate(trial, world).total
+            return Candidate(trial, seconds, used) if seconds < 0.99 * now else None
     return None
 
 
