@@ -30,6 +30,9 @@ def changed(config: Config, **values: Any) -> Config:
 
 
 PROXY = ("experiment=k3_proxy",)
+LONG = (
+    "model=k3_proxy", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.recompute=unit",
+)  # fmt: skip
 
 
 def test_weights_of_one_rank_are_all_parameters() -> None:
@@ -99,14 +102,13 @@ def test_stages_behind_the_last_recomputed_layer_compute_nothing_again() -> None
 
 
 def test_the_plan_names_the_fewest_layers_to_compute_again(capsys: pytest.CaptureFixture[str]) -> None:
-    long = base(
-        "model=k3_proxy", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.recompute=unit",
-    )  # fmt: skip
+    long = base(*LONG)
     less = layout.less_recomputed(long, 1)
     assert less is not None and less.config.train.recompute_layers == 8
     checks.check(less.config, 1)
     assert less.seconds < time.estimate(long, 1).total and less.gigabytes > memory.estimate(long, 1).total / 1e9
     assert layout.less_recomputed(less.config, 1) is None
+    assert base(*LONG, "train.recompute_layers=8").train == less.config.train, "it can be typed"
     short = layout.less_recomputed(changed(long, train__seq_length=4096), 1)
     assert short is not None and short.config.train.recompute == "none"
     command.plan(long)
