@@ -75,7 +75,7 @@ def measure() -> list[dict[str, Any]]:
     import torch
     import torch.nn.functional as F
 
-    from k3train.model.backend.te import TEBackend
+    from k3train.model.backend.te import TEBackend, TEProduct
     from k3train.model.context import PackedStream
 
     rows: list[dict[str, Any]] = []
@@ -114,11 +114,12 @@ def measure() -> list[dict[str, Any]]:
             if not isinstance(backend, TEBackend):
                 add(part, name, flops, both(F.linear, x, w))
                 continue
-            product = backend.library.product(w)
-            add(part, name, flops, both(lambda a, b, p=product, r=backend.recipe: p(a, r), x, w))
+            product = TEProduct()
+            product.weight, product.library, product.recipe = w, backend.library, backend.recipe
+            add(part, name, flops, both(lambda a, b, p=product: p(a), x, w))
             if backend.recipe is None:
                 w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w, dtype=torch.float32), False
-                add(part, "te, fp32 wgrad", flops, both(lambda a, b, p=product: p(a, None), x, w))
+                add(part, "te, fp32 wgrad", flops, both(lambda a, b, p=product: p(a), x, w))
     for part, (experts, count, inputs, outputs) in GROUPS.items():
         share = torch.softmax(torch.randn(experts, generator=torch.Generator().manual_seed(0)) * 0.3, 0)
         sizes = (share * count).long()

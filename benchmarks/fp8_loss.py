@@ -40,9 +40,7 @@ ARMS: dict[str, tuple[int, list[str]]] = {
     "fp8_block-0": (0, ["train.precision=fp8_block", GRAPHS]),
     "bf16-1": (1, BF16),
     "bf16-2": (2, BF16),
-    "fp8_once-0": (
-        0, ["train.precision=fp8_current", "train.fp8_share_inputs=true", "train.fp8_cache_weights=true", GRAPHS]
-    ),
+    "fp8_once-0": (0, ["train.precision=fp8_current", "train.fp8_cache_weights=true", GRAPHS]),
     "fp8_current-1": (1, ["train.precision=fp8_current", GRAPHS]),
     "activations-0": (0, [*BF16, "train.activations.units=fp8", "train.activations.gates=fp8"]),
     "experts-0": (0, ["train.precision=fp8_block", ALL]),

@@ -1,6 +1,6 @@
 """Two GPUs under every kind of parallelism against one: losses in bf16, step time, bytes moved.
 
-    python benchmarks/layouts.py                  # starts its own ranks; needs 2 CUDA devices
+    python benchmarks/layouts.py                  # starts its own ranks; two GPUs, or one that both share
     python benchmarks/layouts.py --json out.json --exchanges
     python benchmarks/layouts.py --hidden 256 --sequence 64     # a rehearsal over gloo where there is no GPU
 
@@ -11,6 +11,9 @@ with 2 virtual stages, EP2, CP2 and DP2 run the same steps on two GPUs, and thos
 CUDA graphs (`--exchanges`: EP2 through each of our own exchanges). Bytes are counted at torch.distributed's door, per rank
 and step, for what this rank sends: an all-reduce counts its tensor once, and a replayed graph calls nothing there. Last,
 an eager schedule runs under torch's debug mode that notes whatever makes the host wait for the device.
+
+Where there is only one GPU, the two ranks share it, and each tells NCCL that it is a host of its own: the results are those of
+two GPUs, the times are not. It ends with 1 where a layout differs by more than the noise.
 """
 
 from __future__ import annotations
@@ -195,7 +198,10 @@ def worker(job: dict[str, Any]) -> None:
     platform.quieten()
     rank, cuda = int(os.environ.get("RANK", "0")), torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(rank)
+        devices = torch.cuda.device_count()
+        torch.cuda.set_device(rank % devices)
+        if devices < int(os.environ["WORLD_SIZE"]):
+            os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL takes no two ranks of one host on one device
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     platform.install_adam()
     traffic = Traffic()
@@ -347,6 +353,12 @@ def main() -> None:
     print(table(result))
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))
+    beyond = [
+        f"{name}: {key} {off[key]:.2e}, limit {result['limits'][key]:.2e}"
+        for name, off in deviations(result).items() for key in off if off[key] > result["limits"][key]
+    ]  # fmt: skip
+    if beyond or result["failed"]:
+        sys.exit("\n".join(["beyond the noise, or not come to an end:", *beyond]))
 
 
 if __name__ == "__main__":

@@ -308,9 +308,7 @@ def _check_graphs(config: Config) -> None:
 
 def _check_precision(config: Config) -> None:
     t, p = config.train, config.parallel
-    precision = precision_of(
-        t.precision, t.bf16_parts, share_inputs=t.fp8_share_inputs, cache_weights=t.fp8_cache_weights
-    )
+    precision = precision_of(t.precision, t.bf16_parts, cache_weights=t.fp8_cache_weights)
     if precision.recipe is None:
         return
     if precision.cache_weights and p.overlap_param_gather:

@@ -43,13 +43,11 @@ MULTIPLE = 16
 class Precision:
     """recipe: a key of RECIPES, or None for no FP8. bf16_parts: what the recipe leaves alone.
 
-    share_inputs: an input is quantised once for all products of a layer that read it. cache_weights: weights are quantised
-    once a step instead of once a micro-batch.
+    cache_weights: weights are quantised once a step instead of once a micro-batch.
     """
 
     recipe: str | None = None
     bf16_parts: tuple[str, ...] = ("experts", "kda_gates", *NEVER_FP8)
-    share_inputs: bool = False
     cache_weights: bool = False
 
     def quantises(self, module: str) -> bool:
@@ -62,7 +60,7 @@ class Precision:
         if self.recipe is None:
             return "bf16"
         low = [p for p in PARTS if p not in self.bf16_parts]
-        once = " (inputs quantised once a layer)" * self.share_inputs + " (weights once a step)" * self.cache_weights
+        once = " (weights once a step)" * self.cache_weights
         return f"{self.recipe} for {', '.join(low) or 'nothing'}{once}; bf16 for {', '.join(self.bf16_parts)}"
 
 
@@ -74,11 +72,9 @@ def part_of(module: str) -> str | None:
     return None
 
 
-def precision_of(
-    name: str, bf16_parts: Iterable[str], *, share_inputs: bool = False, cache_weights: bool = False
-) -> Precision:
-    """From `train.precision`, `train.bf16_parts` and the two switches of FP8. Raises ConfigError for a part that does
-    not exist or cannot go, and for a switch without FP8."""
+def precision_of(name: str, bf16_parts: Iterable[str], *, cache_weights: bool = False) -> Precision:
+    """From `train.precision`, `train.bf16_parts` and `train.fp8_cache_weights`. Raises ConfigError for a part that does
+    not exist or cannot go, and for the switch without FP8."""
     parts = tuple(bf16_parts)
     known = (*PARTS, *NEVER_FP8)
     for part in parts:
@@ -93,13 +89,12 @@ def precision_of(
             f"train.bf16_parts={list(parts)} leaves out {', '.join(missing)}, which never run in FP8; type "
             f"train.bf16_parts='[{','.join((*parts, *missing))}]'"
         )
-    for switch, on in (("fp8_share_inputs", share_inputs), ("fp8_cache_weights", cache_weights)):
-        if on and recipe is None:
-            raise ConfigError(
-                f"train.{switch}=true says how FP8 products quantise, and train.precision={name} has none; type "
-                f"train.precision=fp8_current, or train.{switch}=false"
-            )
-    return Precision(recipe, parts, share_inputs, cache_weights)
+    if cache_weights and recipe is None:
+        raise ConfigError(
+            f"train.fp8_cache_weights=true says how FP8 products quantise, and train.precision={name} has none; type "
+            "train.precision=fp8_current, or train.fp8_cache_weights=false"
+        )
+    return Precision(recipe, parts, cache_weights)
 
 
 def check_recipe(recipe: str, capability: tuple[int, int], chip: str) -> None:

@@ -180,7 +180,6 @@ class TrainConfig:
     bf16_parts: list[str] = field(
         default_factory=lambda: ["experts", "kda_gates", "router", "attention_residuals", "norms", "head"]
     )
-    fp8_share_inputs: bool = False  # FP8: quantise an input once for all products of a layer that read it
     fp8_cache_weights: bool = False  # FP8: quantise weights once a step instead of once a micro-batch
     log_every: int = 1
     eval_every: int = 50

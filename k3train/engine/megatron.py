@@ -100,10 +100,7 @@ class MegatronEngine:
 
     def _precision(self) -> Precision:
         train = self.config.train
-        return precision_of(
-            train.precision, train.bf16_parts, share_inputs=train.fp8_share_inputs,
-            cache_weights=train.fp8_cache_weights,
-        )  # fmt: skip
+        return precision_of(train.precision, train.bf16_parts, cache_weights=train.fp8_cache_weights)
 
     def _capturing_stream(self) -> torch.cuda.Stream | None:
         """With captured graphs, a stream of our own for everything this process does from here on."""

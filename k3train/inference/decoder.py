@@ -148,8 +148,7 @@ class Step:
         assert isinstance(kept, KDACache)
         joined = getattr(layer, "joined", None) if self.one_each else None
         if joined is None:
-            q, k, v, z, beta = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), layer.gate_input(x), layer.b_proj(x)
-            gate = layer.output_gate(x, x)
+            q, k, v, gate, beta, z = layer.project(x)
         else:
             q, k, v, gate, decay, beta = joined(x)
             z = layer.f_b_proj(decay)
@@ -191,20 +190,16 @@ class Step:
         """Gated MLA of rows x [rows, d] over the cached latents, which these rows' own join first -> [rows, d]."""
         kept = self.cache.layers[layer.layer]
         assert isinstance(kept, LatentCache)
-        mla = layer.ctx.model.mla
         joined = getattr(layer, "joined", None) if self.one_each else None
         if joined is None:
-            q, latent = layer.queries(x, x), layer.latent(x)
-            gate = [layer.g_proj(x)] if mla.output_gate else []
+            q, latent, gate = layer.project(x)
         else:
-            low, latent, *gate = joined(x)
-            q = layer.q_b_proj(layer.q_a_norm(low)).view(-1, layer.heads, layer.key_dim)
-            c, shared = latent.split([mla.kv_lora_rank, mla.shared_dim], dim=-1)
-            latent = torch.cat([layer.kv_a_norm(c), shared], dim=-1)
+            low, kv, *gates = joined(x)
+            q, latent, gate = layer.queries(low), layer.latent(kv), gates[0] if gates else None
         out = self._absorbed(layer, kept, q, latent) if self.one_each else self._expanded(layer, kept, q, latent)
         out = out.reshape(x.shape[0], -1)
-        if mla.output_gate:
-            out = out * torch.sigmoid(gate[0])
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
         return layer.o_proj(out.to(x.dtype))
 
     def _expanded(self, layer: GatedMLA, kept: LatentCache, q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:

@@ -46,20 +46,27 @@ class GatedMLA(nn.Module):
         self.scale = self.key_dim**-0.5
         self.max_logit: torch.Tensor | None = None
 
-    def latent(self, x: torch.Tensor) -> torch.Tensor:
-        """[T_local, d] -> [T_local, kv_lora_rank + shared_dim]: what a cache keeps and context parallelism moves."""
-        mla = self.ctx.model.mla
-        c, shared = self.kv_a_proj(x).split([mla.kv_lora_rank, mla.shared_dim], dim=-1)
-        return torch.cat([elementwise(self.ctx, "norms", self.kv_a_norm, c), shared], dim=-1)
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x [T_local, d] -> queries [T, H, key_dim], latents [T_local, kv_lora_rank + shared_dim] (what a cache keeps and context
+        parallelism moves) and the output gate's logits [T, H * v_dim], of this rank's heads."""
+        mla, entered = self.ctx.model.mla, self.ctx.layout.enter_tensor_parallel(x)
+        query = (self.q_proj, entered) if mla.q_lora_rank is None else (self.q_a_proj, x)
+        gate = [(self.g_proj, entered)] if mla.output_gate else []
+        q, kv, *g = self.ctx.backend.products([query, (self.kv_a_proj, x), *gate])
+        return self.queries(q), self.latent(kv), g[0] if g else None
 
-    def queries(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
-        """[T, H, nope_dim + shared_dim] of this rank's heads."""
-        if self.ctx.model.mla.q_lora_rank is None:
-            q = self.q_proj(entered)
-        else:
-            normed = elementwise(self.ctx, "norms", self.q_a_norm, self.q_a_proj(x))
+    def queries(self, q: torch.Tensor) -> torch.Tensor:
+        """What q_proj gave, or q_a_proj [T_local, q_lora_rank] -> [T, H, key_dim]."""
+        if self.ctx.model.mla.q_lora_rank is not None:
+            normed = elementwise(self.ctx, "norms", self.q_a_norm, q)
             q = self.q_b_proj(self.ctx.layout.enter_tensor_parallel(normed))
         return q.view(-1, self.heads, self.key_dim)
+
+    def latent(self, kv: torch.Tensor) -> torch.Tensor:
+        """What kv_a_proj gave -> the same with its kv_lora_rank channels normed."""
+        mla = self.ctx.model.mla
+        c, shared = kv.split([mla.kv_lora_rank, mla.shared_dim], dim=-1)
+        return torch.cat([elementwise(self.ctx, "norms", self.kv_a_norm, c), shared], dim=-1)
 
     def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [S, kv_lora_rank + shared_dim] -> keys [S, H, key_dim], values [S, H, v_dim] of this rank's heads."""
@@ -83,9 +90,8 @@ class GatedMLA(nn.Module):
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         layout = self.ctx.layout
         watching = self.max_logit is not None and self.training and not self.ctx.recomputing
-        entered = layout.enter_tensor_parallel(x)
-        q = self.queries(x, entered)
-        latent = layout.enter_tensor_parallel(self.latent(x))
+        q, latent, gate = self.project(x)
+        latent = layout.enter_tensor_parallel(latent)
         if layout.sizes.context > 1:
             out = context_parallel.latent_attention(
                 self.ctx, q, latent, self.expand, stream, self.scale, self.watch if watching else None,
@@ -97,9 +103,9 @@ class GatedMLA(nn.Module):
                 self.watch_stream(q, k, stream)
             out = self.ctx.backend.attention(q, k, v, stream, self.scale)
         out = out.reshape(out.shape[0], -1)
-        if self.ctx.model.mla.output_gate:
+        if gate is not None:
             return consumed(
-                self.ctx, "gates", lambda o, gate: (o * torch.sigmoid(gate)).to(x.dtype), out, self.g_proj(entered),
+                self.ctx, "gates", lambda o, gate: (o * torch.sigmoid(gate)).to(x.dtype), out, gate,
                 by=self.o_proj, elsewhere=(out,),  # attention keeps its output
             )  # fmt: skip
         return self.o_proj(out.to(x.dtype))

@@ -55,19 +55,18 @@ class KDA(nn.Module):
         # each rank sees only its own heads, so the shared vector's gradient is partial on every tensor rank
         self.o_norm = fp32(conf.head_dim, init="ones", axis=None, partial=True)
 
-    def gate_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Raw decay z [T, H * K] of this rank's heads."""
-        return self.f_b_proj(self.ctx.layout.enter_tensor_parallel(self.f_a_proj(x)))
-
-    def output_gate(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
-        if self.ctx.model.kda.output_gate == "full":
-            return self.g_proj(entered)
-        return self.g_b_proj(self.ctx.layout.enter_tensor_parallel(self.g_a_proj(x)))
+    def project(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x [T_local, d] -> q, k, v and the output gate [T, H * K], beta's logits [T, H] and the raw decay z [T, H * K], of
+        this rank's heads."""
+        enter, full = self.ctx.layout.enter_tensor_parallel, self.ctx.model.kda.output_gate == "full"
+        entered = enter(x)
+        gate = (self.g_proj, entered) if full else (self.g_a_proj, x)
+        asked = [(projection, entered) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v, g, beta, f = self.ctx.backend.products([*asked, gate, (self.b_proj, entered), (self.f_a_proj, x)])
+        return [q, k, v, g if full else self.g_b_proj(enter(g)), beta, self.f_b_proj(enter(f))]
 
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
-        entered = self.ctx.layout.enter_tensor_parallel(x)
-        q, k, v = self.q_proj(entered), self.k_proj(entered), self.v_proj(entered)
-        z, beta = self.gate_input(x), self.b_proj(entered)
+        q, k, v, gate, beta, z = self.project(x)
         if self.ctx.layout.sizes.context > 1:
             out = context_parallel.kda_attention(self, q, k, v, z, beta, stream)
         else:
@@ -79,7 +78,7 @@ class KDA(nn.Module):
                 self.ctx.record(f"kda_state.{self.layer}", state)
         if self.ctx.probe is not None:
             self.ctx.record(f"log_decay.{self.layer}", self.log_decay(z))
-        gate = self.output_gate(x, entered).view(-1, self.heads, self.head_dim)
+        gate = gate.view(-1, self.heads, self.head_dim)
         return consumed(
             self.ctx, "gates", self.normed, out, gate, by=lambda o: self.o_proj(o.reshape(o.shape[0], -1)),
             fused=out.is_cuda,

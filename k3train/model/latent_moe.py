@@ -7,6 +7,8 @@ rank by our own sort. The weight p_e multiplies the activation in front of w2, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -75,10 +77,7 @@ class Router(nn.Module):
 
     def tokens_of(self, experts: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens routed to each expert, int64 [E]; those with valid[t] False are left out."""
-        flat = experts.reshape(-1)
-        one = torch.ones_like(flat) if valid is None else valid.long()[:, None].expand_as(experts).reshape(-1)
-        counts = torch.zeros(self.ctx.model.moe.experts, dtype=torch.int64, device=experts.device)
-        return counts.scatter_add_(0, flat, one)
+        return routing.expert_counts(experts, self.ctx.model.moe.experts, valid=valid)
 
     @torch.no_grad()
     def count(
@@ -143,9 +142,12 @@ class Experts(nn.Module):
         self.w3 = stacked(moe.expert_hidden, latent)
         self.w2 = stacked(latent, moe.expert_hidden)
 
-    def forward(self, z: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, z: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor, again: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """z [N, latent] sorted by expert, counts int [E_local], probs fp32 [N] -> [N, latent].
 
+        again: z once more, for w3, from one who adds the gradients of the two himself (`routing.dispatch_twice`).
         Rows behind the last expert's, where there are any, belong to nobody, and what comes out there means nothing.
         """
         linear = self.ctx.backend.grouped_linear
@@ -154,7 +156,8 @@ class Experts(nn.Module):
             return gated_activation(self.ctx.model, gate, up, probs)
 
         return consumed(
-            self.ctx, "units", activate, linear(z, self.w1, counts), linear(z, self.w3, counts), probs,
+            self.ctx, "units", activate, linear(z, self.w1, counts),
+            linear(z if again is None else again, self.w3, counts), probs,
             by=lambda hidden: linear(hidden, self.w2, counts), fused=z.is_cuda,
         )  # fmt: skip
 
@@ -189,34 +192,46 @@ class LatentMoE(nn.Module):
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         moe = self.ctx.model.moe
         weights, experts = self.router(x, stream)
-        z = x if moe.latent is None else self.latent_down(x)
-        shared: torch.Tensor | None = None
         if self.exchange is None:
+            z, shared = self.project(x)
             out = self.routed(z, weights, experts)
         else:
+            z = x if moe.latent is None else self.latent_down(x)
             out, shared = self.exchanged(self.exchange, z, weights, experts, x)
         if moe.latent is not None:
             if moe.latent_norm:
                 out = consumed(self.ctx, "norms", self.latent_norm, out, by=self.latent_up)
             else:
                 out = self.latent_up(out)
-        if moe.shared_experts:
-            out = out + (self.shared_experts(x) if shared is None else shared)
-        return out
+        return out if shared is None else out + shared()
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """x [T_local, d] -> what routed experts read [T_local, latent], and the rest of the shared experts, if there are any."""
+        latent, asked = self.ctx.model.moe.latent is not None, []
+        if latent:
+            asked.append((self.latent_down, x))
+        if self.ctx.model.moe.shared_experts:
+            entered = self.ctx.layout.enter_tensor_parallel(x)
+            asked += [(self.shared_experts.gate_proj, entered), (self.shared_experts.up_proj, entered)]
+        found = self.ctx.backend.products(asked)
+        z = found.pop(0) if latent else x
+        return z, (lambda: self.shared_experts.activated(*found)()) if found else None
 
     def exchanged(
         self, exchange: ExpertExchange, z: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`routed` through our own exchange. With overlap also the shared experts of x: gate and up while rows go out, down
-        while they come home."""
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """`routed` through our own exchange, and the shared experts of x. With overlap these are done already: gate and up
+        while rows went out, down while they came home."""
         overlap = exchange.plan.overlap and self.ctx.model.moe.shared_experts > 0
         # a host that reads sizes may wait where nothing is trained; there no step can be done again either
         journey = exchange.depart(z, weights, experts, exact=not self.training)
         finish = self.shared_experts.begin(x) if overlap else None
         tokens, counts, probs = journey.arrive()
         journey.send_back(self.experts(tokens, counts, probs))
-        shared = None if finish is None else finish()
-        return journey.home(), shared
+        if finish is None:
+            return journey.home(), (lambda: self.shared_experts(x)) if self.ctx.model.moe.shared_experts else None
+        done = finish()
+        return journey.home(), lambda: done
 
     def routed(self, z: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Dispatch, experts, combine: [T_local, latent] -> [T_local, latent].
@@ -226,8 +241,8 @@ class LatentMoE(nn.Module):
         """
         if self.dispatcher is None:
             order = routing.make_permutation(experts, self.ctx.model.moe.experts)
-            tokens, probs = routing.dispatch(z, weights, order)
-            return routing.combine(self.experts(tokens, order.counts, probs), order)
+            tokens, again, probs = routing.dispatch_twice(z, weights, order)
+            return routing.combine(self.experts(tokens, order.counts, probs, again), order)
         d = self.dispatcher
         probs, selected = dense(weights, experts, self.ctx.model.moe.experts)
         tokens, probs = d.dispatch_preprocess(z, selected, probs)

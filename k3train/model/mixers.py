@@ -61,15 +61,15 @@ class LadderMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, stream: PackedStream) -> torch.Tensor:
         entered = self.ctx.layout.enter_tensor_parallel(x)
-        out = self.mix(entered, stream)
-        gate = self.g_proj(entered).view(-1, self.heads, self.head_dim)
+        read = [self.q_proj, self.k_proj, self.v_proj, self.g_proj, *self.gate_projections()]
+        q, k, v, gate, *gates = self.ctx.backend.products([(projection, entered) for projection in read])
+        out = self.mix([q, k, v], gates, stream)
+        gate = gate.view(-1, self.heads, self.head_dim)
         out = gated_rms_norm(out, gate, self.o_norm, eps=self.ctx.model.norm_eps)
         return self.o_proj(out.reshape(out.shape[0], -1))
 
-    def mix(self, entered: torch.Tensor, stream: PackedStream) -> torch.Tensor:
-        """[T_local, d] -> [T_local, H, K]."""
-        projected = [proj(entered) for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        gates = [proj(entered) for proj in self.gate_projections()]
+    def mix(self, projected: list[torch.Tensor], gates: list[torch.Tensor], stream: PackedStream) -> torch.Tensor:
+        """q, k, v [T_local, H * K] and gates [T_local, H] -> [T_local, H, K]."""
         group = self.ctx.layout.cp
         if group.size() == 1:
             return self.sequence(projected, gates, slice(None), stream)

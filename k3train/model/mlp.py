@@ -24,14 +24,15 @@ class GatedMLP(nn.Module):
         self.up_proj = ctx.backend.column(ctx, width, hidden)
         self.down_proj = ctx.backend.row(ctx, hidden, width)
 
-    def forward(self, x: torch.Tensor, *, entered: torch.Tensor | None = None) -> torch.Tensor:
-        """`entered` is x already inside the tensor-parallel region, when the caller has it."""
-        return self.begin(x, entered=entered)()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.begin(x)()
 
-    def begin(self, x: torch.Tensor, *, entered: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+    def begin(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Everything in front of the down projection; what is returned does that, called once."""
-        x = self.ctx.layout.enter_tensor_parallel(x) if entered is None else entered
+        entered = self.ctx.layout.enter_tensor_parallel(x)
+        return self.activated(*self.ctx.backend.products([(self.gate_proj, entered), (self.up_proj, entered)]))
+
+    def activated(self, gate: torch.Tensor, up: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`begin` behind its products gate and up [T, hidden / TP]."""
         activate = partial(gated_activation, self.ctx.model)
-        return consumed_later(
-            self.ctx, "units", activate, self.gate_proj(x), self.up_proj(x), by=self.down_proj, fused=x.is_cuda
-        )
+        return consumed_later(self.ctx, "units", activate, gate, up, by=self.down_proj, fused=gate.is_cuda)

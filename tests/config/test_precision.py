@@ -32,7 +32,7 @@ def test_a_recipe_composes_with_the_parts_that_stay_in_bf16() -> None:
         ([*FP8, "train.bf16_parts=[kda_gates]"], "never run in FP8"),
         ([*FP8, "train.bf16_parts=[kda_gate,router,attention_residuals,norms,head]"], "kda_gates"),
         (["train.precision=fp8"], "fp8_block"),
-        (["train.fp8_share_inputs=true"], "train.precision=fp8_current, or train.fp8_share_inputs=false"),
+        (["train.fp8_cache_weights=true"], "train.precision=fp8_current, or train.fp8_cache_weights=false"),
         ([*FP8, "train.fp8_cache_weights=true", "parallel.overlap_param_gather=true"], "overlap_param_gather=false"),
         ([*FP8, "train.cuda_graphs=step", ALL], r"train.bf16_parts='\[experts,kda_gates,"),
         (["train.activations.layer_inputs=fp8", "train.recompute=full"], "other experts.*layer_inputs=offload"),

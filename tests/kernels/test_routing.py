@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from k3kernels import routing
-from k3kernels.routing import reference
+from k3kernels.routing import reference, triton_routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 4, 1), (37, 6, 2), (130, 33, 4), (64, 128, 5)]
@@ -60,6 +60,52 @@ def test_copies_are_sorted_by_expert_and_in_token_order(tokens: int, experts: in
     assert order.counts.tolist() == torch.bincount(chosen.reshape(-1), minlength=experts).tolist()
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["all tokens", "without padding"])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SHAPES, ids=IDS)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_copies_of_valid_tokens_are_counted(
+    tokens: int, experts: int, top_k: int, backend: str, padded: bool
+) -> None:  # fmt: skip
+    chosen = routing.route(*case(tokens, experts), top_k)[1]
+    valid = torch.arange(tokens, device=DEVICE) % 3 > 0
+    counts = routing.expert_counts(chosen, experts, valid=valid if padded else None, backend=backend)
+    assert counts.dtype == torch.int64
+    assert (
+        counts.tolist() == torch.bincount((chosen[valid] if padded else chosen).reshape(-1), minlength=experts).tolist()
+    )
+
+
+def test_blocks_are_summed_over_in_one_launch_across_the_borders_of_its_strips() -> None:
+    """More experts than a program of the scan takes, and more blocks than it takes at a time."""
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 9, (2 * triton_routing.DEEP + 5, 19), dtype=torch.int32, generator=generator).to(DEVICE)
+    before, counts = blocks.clone(), torch.empty(19, dtype=torch.int64, device=DEVICE)
+    triton_routing.scan(before, counts)
+    assert torch.equal(counts, blocks.sum(0))
+    assert torch.equal(before, (blocks.cumsum(0) - blocks).int())
+
+
+@pytest.mark.gpu
+def test_a_permutation_is_three_kernels_and_follows_its_input_in_a_captured_graph() -> None:
+    tokens, experts, top_k = 32768, 128, 4
+    chosen = routing.route(*case(tokens, experts), top_k)[1]
+    routing.make_permutation(chosen, experts), routing.expert_counts(chosen, experts)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        routing.make_permutation(chosen, experts)
+        torch.cuda.synchronize()
+    assert sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA) == 3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        order, counts = routing.make_permutation(chosen, experts), routing.expert_counts(chosen, experts)
+    chosen.copy_(chosen.flip(0))
+    graph.replay()
+    source, place, right = reference.permutation(chosen, experts)
+    assert torch.equal(order.source, source)
+    assert torch.equal(order.place, place)
+    assert torch.equal(order.counts, right)
+    assert torch.equal(counts, right)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_dispatch_and_combine_are_a_weighted_sum_over_experts(backend: str, dtype: torch.dtype) -> None:
@@ -82,6 +128,52 @@ def test_dispatch_and_combine_are_a_weighted_sum_over_experts(backend: str, dtyp
     inner = (x.float() * grad.float()).sum(1, keepdim=True)
     tolerance = tolerance if dtype == torch.float32 else {"rtol": 3e-2, "atol": 1.0}
     torch.testing.assert_close(weights.grad, inner * (chosen + 1), **tolerance)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("readers", [(0, 1), (0,), (1,), ()], ids=["both read", "the first", "the second", "none"])
+def test_the_gradients_of_two_readers_of_the_rows_are_added_in_fp32(
+    backend: str, dtype: torch.dtype, readers: tuple[int, ...]
+) -> None:
+    tokens, experts, top_k, width = 50, 7, 3, 20
+    logits, bias = case(tokens, experts)
+    weights, chosen, *_ = routing.route(logits, bias, top_k)
+    x = torch.randn(tokens, width, device=DEVICE, dtype=dtype, requires_grad=True)
+    order = routing.make_permutation(chosen, experts, backend=backend)
+    *rows, probs = routing.dispatch_twice(x, weights.detach().requires_grad_(), order, backend=backend)
+    assert rows[0].data_ptr() == rows[1].data_ptr()
+    assert torch.equal(rows[1], routing.dispatch(x, weights, order, backend=backend)[0])
+    grads = [torch.randn(tokens * top_k, width, device=DEVICE).to(dtype) for _ in rows]
+    sum((rows[r] * grads[r]).sum() for r in readers).backward() if readers else probs.sum().backward()
+    if not readers:
+        assert x.grad is None
+        return
+    exact = sum(grads[r].double() for r in readers)[order.place.long()].view(tokens, top_k, width).sum(1)
+    tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-6}
+    torch.testing.assert_close(x.grad.double(), exact, **tolerance)  # of one rounding; the interpreter's is down
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_bf16_would_lose_between_the_gradients_of_two_readers_is_kept(backend: str) -> None:
+    """A token's copies send 1 and -1 to one reader and 2^-10 each to the other: added in bf16 first, nothing is left."""
+    weights, chosen, *_ = routing.route(*case(30, 6), 2)
+    x = torch.randn(30, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    order = routing.make_permutation(chosen, 6, backend=backend)
+    rows, again, _ = routing.dispatch_twice(x, weights, order, backend=backend)
+    sign = (1.0 - 2.0 * (order.source % 2))[:, None].to(rows.dtype)
+    ((rows * sign).sum() + (again * 2.0**-10).sum()).backward()
+    assert (x.grad == 2.0**-9).all()
+
+
+def test_rows_that_two_read_are_not_to_be_written_to() -> None:
+    x = torch.randn(6, 4, device=DEVICE, requires_grad=True)
+    weights, chosen, *_ = routing.route(*case(6, 4), 2)
+    rows, again, _ = routing.dispatch_twice(x, weights, routing.make_permutation(chosen, 4))
+    product = rows * rows
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        again.mul_(2.0)
+    product.sum().backward()
 
 
 def test_the_reference_routes_as_a_loop_over_tokens_does() -> None:

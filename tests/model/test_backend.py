@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from k3train.config.precision import PARTS, Precision, part_of, precision_of
 from k3train.errors import ConfigError, EnvironmentError_
 from k3train.model.backend import make_backend
-from k3train.model.backend.fp8_inputs import SharedInputs
 from k3train.model.backend.local import Backend
 from k3train.model.backend.te import TEBackend, TEProduct
 from k3train.model.backend.te_library import _at_start, load
@@ -34,33 +34,22 @@ class StandIn:
     def __init__(self) -> None:
         self.low: list[tuple[int, ...]] = []
         self.grouped: list[tuple[int, ...]] = []
-        self.quantised: list[tuple[int, ...]] = []
+        self.together: list[int] = []
         self.cached = self.refreshed = 0
-        self.inputs = SharedInputs(self.quantise)
-
-    def quantise(self, x: torch.Tensor, recipe: object, training: bool) -> torch.Tensor:
-        self.quantised.append(tuple(x.shape))
-        return x.clone()
 
     def recipe(self, name: str) -> object:
         return name
 
-    def product(self, weight: nn.Parameter) -> Any:
-        library = self
+    def linears(self, x: torch.Tensor, products: Sequence[TEProduct]) -> list[torch.Tensor]:
+        self.together.append(len(products))
+        for product in products:
+            if product.recipe is not None:
+                self.low.append(tuple(product.weight.shape))
+            self.cached += product.caches
+        return [F.linear(x, product.weight) for product in products]
 
-        class Product:
-            def __call__(
-                self, x: torch.Tensor, recipe: object | None, *, share: bool = False, cache: bool = False
-            ) -> torch.Tensor:
-                if recipe is not None:
-                    library.low.append(tuple(weight.shape))
-                library.cached += cache
-                return F.linear(library.inputs(x, recipe) if share else x, weight)
-
-            def refresh(self) -> None:
-                library.refreshed += 1
-
-        return Product()
+    def refresh(self, products: Sequence[TEProduct]) -> None:
+        self.refreshed += len(products)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x32 = x.float()
@@ -244,49 +233,30 @@ def test_experts_listed_among_the_bf16_parts_stay_there(one_rank: Any) -> None:
     assert te.ctx.backend.library.low and not te.ctx.backend.library.grouped
 
 
-def test_an_input_is_quantised_once_for_all_products_that_read_it() -> None:
-    made: list[float] = []
-
-    def quantise(x: torch.Tensor, recipe: object, training: bool) -> torch.Tensor:
-        assert training == x.requires_grad
-        made.append(float(x[0, 0]))
-        return (x * 4).round() / 4
-
-    inputs = SharedInputs(quantise)
-    x = torch.full((2, 3), 1.1, requires_grad=True)
-    first, second = inputs(x, "a"), inputs(x, "a")
-    assert first is second and len(made) == 1 and float(first.detach()[0, 0]) == 1.0
-    (2 * first + 3 * second).sum().backward()
-    assert x.grad is not None and bool((x.grad == 5).all()), "the gradient of the copy is that of the tensor"
-    inputs(x, "b")
-    with torch.no_grad():
-        inputs(x, "b")
-    assert len(made) == 3, "another recipe, and a product without gradients, have copies of their own"
-    y = torch.ones(2, 3)
-    inputs(y, "b")
-    y += 1
-    inputs(y, "b")
-    assert made[3:] == [1.0, 2.0], "written in place since"
-    del y
-    assert inputs.low is None, "a copy does not outlive its tensor"
+def test_products_of_one_tensor_are_asked_for_together(one_rank: Any) -> None:
+    """KDA: q, k, v, g and the gates' b and f_a; full attention: q_a, kv_a and g; an MLP: gate and up, and with experts the
+    projection into their width."""
+    _, te = models(one_rank)
+    loss(te)
+    library, found = te.ctx.backend.library, Counter(te.ctx.backend.library.together)
+    kinds = Counter(layer.kind for layer in te.layers.values())
+    sparse = sum(hasattr(layer, "moe") for layer in te.layers.values())
+    assert found[6] == kinds["K"] and found[3] == kinds["F"] + sparse and found[2] == len(te.layers) - sparse
+    assert sum(library.together) == sum(isinstance(m, TEProduct) for n, m in te.named_modules() if n != "lm_head")
 
 
-def test_layers_share_their_inputs_and_keep_their_quantised_weights_when_asked(one_rank: Any) -> None:
+def test_quantised_weights_are_kept_when_asked(one_rank: Any) -> None:
     _, plain = models(one_rank, Precision("fp8_block"))
-    _, asked = models(one_rank, Precision("fp8_block", share_inputs=True, cache_weights=True))
+    _, asked = models(one_rank, Precision("fp8_block", cache_weights=True))
     losses = [loss(model) for model in (plain, asked)]
     assert torch.allclose(*losses, atol=1e-6)
     without, library = plain.ctx.backend.library, asked.ctx.backend.library
-    assert not without.quantised and not without.cached
     low = [m for m in asked.modules() if isinstance(m, TEProduct) and m.recipe is not None]
-    sharing = sum(m.shares for m in low)
-    assert len(library.low) == len(without.low) == library.cached == len(low)
-    # a layer's attention and its feed-forward part each read one tensor
-    assert len(library.quantised) == 2 * len(asked.layers) < sharing
+    assert not without.cached and len(library.low) == len(without.low) == library.cached == len(low)
     asked.ctx.backend.weights_changed()
     assert library.refreshed == len(low)
     losses[1].backward()
-    assert "once a layer" in asked.ctx.backend.notice
+    assert "once a step" in asked.ctx.backend.notice
 
 
 def test_every_product_of_the_model_belongs_to_a_part(one_rank: Any) -> None:

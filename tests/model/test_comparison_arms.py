@@ -140,7 +140,7 @@ def test_the_arms_of_the_fp8_comparison_train_here(one_rank: Any, monkeypatch: p
     assert fp8_loss.entropy() < losses["bf16-0"][-1]
 
 
-@pytest.mark.parametrize("arm", ["fp8_both", "activations_fp8", "long_whole", "stock_long_whole", "plain"])
+@pytest.mark.parametrize("arm", ["fp8_cached", "activations_fp8", "long_whole", "stock_long_whole", "plain"])
 def test_arms_of_the_step_compose(arm: str) -> None:
     assert compose([*step_benchmark.BASE, *step_benchmark.ARMS[arm]])
 

@@ -123,6 +123,10 @@ class Backend:
     def weights_changed(self) -> None:
         """Called before the first micro-batch that sees new weights: a step's, or an evaluation's."""
 
+    def products(self, asked: Sequence[tuple[nn.Module, torch.Tensor]]) -> list[torch.Tensor]:
+        """module(x) for column-parallel and replicated products; a backend may compute those of one tensor together."""
+        return [module(x) for module, x in asked]
+
     column: type[nn.Module] = Column
     row: type[nn.Module] = Row
     replicated: type[nn.Module] = Replicated

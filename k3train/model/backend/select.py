@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from k3kernels.peaks import PEAKS
 from k3train.config.precision import Precision, check_recipe
 from k3train.errors import EnvironmentError_
 from k3train.model.backend import te_library
@@ -32,6 +33,9 @@ def make_backend(
     """
     precision = precision or Precision()
     recipe = precision.recipe
+    # only a scale for a whole tensor needs its largest magnitude
+    PEAKS.wanted = recipe == "fp8_current"
+    PEAKS.forget()
     if device.type != "cuda":
         if recipe is not None:
             raise EnvironmentError_(

@@ -8,7 +8,7 @@ in FP8 through transformer-engine's. Their activation is always the model's own,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import nn
 
 from k3train.config.precision import MULTIPLE, Precision, part_of
-from k3train.model.backend.fp8_inputs import SHARING
 from k3train.model.backend.local import Backend, Replicated, RMSNorm
 from k3train.model.backend.te_library import TransformerEngine
 from k3train.model.parameters import ParameterSpec, new_parameter
@@ -31,18 +30,18 @@ class TEProduct(nn.Module):
     """One weight and its product. `recipe` is None (BF16) until `TEBackend.finish` has read the module's name."""
 
     weight: nn.Parameter
-    recipe: object | None = None
-    shares, caches = False, False  # train.fp8_share_inputs where others read the same input, train.fp8_cache_weights
+    library: TransformerEngine
+    recipe: Any | None = None
+    caches = False  # train.fp8_cache_weights
+    kept: Any | None = None
 
     def set_weight(self, ctx: ModelContext, weight: nn.Parameter) -> None:
         self.weight = weight
         assert isinstance(ctx.backend, TEBackend)
-        self.product = ctx.backend.library.product(weight)
+        self.library = ctx.backend.library
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shares or self.caches:
-            return self.product(x, self.recipe, share=self.shares, cache=self.caches)
-        return self.product(x, self.recipe)
+        return self.library.linears(x, [self])[0]
 
 
 class TEColumn(TEProduct):
@@ -117,7 +116,6 @@ class TEBackend(Backend):
                 odd.add(f"{part_of(name)} {tuple(module.weight.shape)}")
             else:
                 module.recipe = self.recipe
-                module.shares = self.precision.share_inputs and SHARING.fullmatch(name) is not None
                 module.caches = self.precision.cache_weights
                 if module.caches:
                     self.caching.append(module)
@@ -125,8 +123,19 @@ class TEBackend(Backend):
             self.notice += f"; in bf16 too, for sizes that are no multiple of {MULTIPLE}: {', '.join(sorted(odd))}"
 
     def weights_changed(self) -> None:
-        for module in self.caching:
-            module.product.refresh()
+        self.library.refresh(self.caching)
+
+    def products(self, asked: Sequence[tuple[nn.Module, torch.Tensor]]) -> list[torch.Tensor]:
+        """Those that read one tensor are one function: it is quantised once, and one gradient is added up for all."""
+        together: dict[int, list[int]] = {}
+        for i, (module, x) in enumerate(asked):
+            assert isinstance(module, TEProduct) and not isinstance(module, TERow)
+            together.setdefault(id(x), []).append(i)
+        found: dict[int, torch.Tensor] = {}
+        for group in together.values():
+            modules = [module for module, _ in (asked[i] for i in group) if isinstance(module, TEProduct)]
+            found |= zip(group, self.library.linears(asked[group[0]][1], modules))
+        return [found[i] for i in range(len(asked))]
 
     def attention(
         self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THV: torch.Tensor, stream: PackedStream, scale: float

@@ -9,31 +9,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from k3train.errors import EnvironmentError_
-from k3train.model.backend.fp8_inputs import Quantise, SharedInputs
+from k3train.model.backend.te_linear import Asked, Linears
 
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]' under the torch in use"
-
-
-class Product(Protocol):
-    """x [N, in] -> [N, out] with one weight; in FP8 where a recipe is given.
-
-    share: x is quantised once for all products that read it. cache: the quantised weight is kept from one micro-batch to
-    the next, until `refresh` quantises it again.
-    """
-
-    def __call__(
-        self, x: torch.Tensor, recipe: object | None, *, share: bool = False, cache: bool = False
-    ) -> torch.Tensor: ...
-
-    def refresh(self) -> None:
-        """Quantise the kept copy from the weight as it is now, in place."""
 
 
 class TransformerEngine(Protocol):
@@ -44,8 +28,11 @@ class TransformerEngine(Protocol):
     def recipe(self, name: str) -> object:
         """The recipe of `train.precision`. Raises RuntimeError with the library's reason where it cannot run here."""
 
-    def product(self, weight: nn.Parameter) -> Product:
-        """A linear layer without bias over this parameter."""
+    def linears(self, x: torch.Tensor, products: Sequence[Asked]) -> list[torch.Tensor]:
+        """x [N, in] -> [N, out] for each product that reads it, in FP8 where it has a recipe."""
+
+    def refresh(self, products: Sequence[Asked]) -> None:
+        """New weights: quantise the kept ones again, in place, and forget what the backward before left behind."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [N, width]: fp32 inside, one rounding."""
@@ -115,7 +102,7 @@ class _Installed:
         self._attention: dict[tuple[Any, ...], Any] = {}
         self._norm = _norm_function(self.tex)
         self._grouped = _grouped_function(self.te, self.tex)
-        self._inputs = SharedInputs(_input_quantiser())
+        self._linears = Linears(self.te)
 
     def recipe(self, name: str) -> object:
         quantization = importlib.import_module("transformer_engine.pytorch.quantization")
@@ -127,8 +114,14 @@ class _Installed:
         quantization.check_recipe_support(made)
         return made
 
-    def product(self, weight: nn.Parameter) -> Product:
-        return _Linear(self.te, weight, self._inputs)
+    def linears(self, x: torch.Tensor, products: Sequence[Asked]) -> list[torch.Tensor]:
+        return self._linears(x, products)
+
+    def refresh(self, products: Sequence[Asked]) -> None:
+        self._linears.forget()
+        for product in products:
+            if product.kept is not None:
+                self._linears.refresh(product)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm.apply(x, weight, eps)
@@ -168,55 +161,6 @@ def _at_start(x: torch.Tensor) -> torch.Tensor:
 
 _ROWS = 16
 """Rows of an expert are padded to a multiple of this: the products of the backward sum over them."""
-
-
-class _Linear:
-    """te.Linear over a parameter that belongs to another module: the model's names stay its own."""
-
-    def __init__(self, te: Any, weight: nn.Parameter, shared: SharedInputs) -> None:
-        out, inputs = weight.shape
-        self.te, self.weight, self.shared = te, weight, shared
-        self.module = te.Linear(inputs, out, bias=False, params_dtype=weight.dtype, device="meta")
-        self.module._parameters["weight"] = weight
-
-    def __call__(
-        self, x: torch.Tensor, recipe: object | None, *, share: bool = False, cache: bool = False
-    ) -> torch.Tensor:
-        # megatron's gradient buffer takes the weight gradient in fp32 straight from the product, where there is one
-        self.module.fast_setattr("fuse_wgrad_accumulation", hasattr(self.weight, "main_grad"))
-        if recipe is None:
-            return self.module(x)
-        if share:
-            x = self.shared(x, recipe)
-        with self.te.autocast(enabled=True, recipe=recipe):
-            # "not the first micro-batch": the kept copy as it is, gradients added to what the buffer holds
-            return self.module(x, is_first_microbatch=False) if cache else self.module(x)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        kept = self.module._fp8_workspaces.get("weight")
-        if kept is not None:
-            # both copies: a forward without gradients leaves its quantizer asking for one, and would drop the other, which
-            # captured steps read
-            kept._quantizer.set_usage(rowwise=True, columnwise=True)
-            kept.quantize_(self.weight)
-
-
-def _input_quantiser() -> Quantise:
-    """What te.Linear would do with its input, as a tensor that many of them take."""
-    from transformer_engine.pytorch.quantization import RecipeState
-
-    made: dict[int, Any] = {}
-
-    def quantise(x: torch.Tensor, recipe: Any, training: bool) -> torch.Tensor:
-        if id(recipe) not in made:
-            made[id(recipe)] = RecipeState.create(recipe, mode="forward", num_quantizers=3).make_quantizers()[0]
-            made[id(recipe)].optimize_for_gemm = True
-        quantizer = made[id(recipe)]
-        quantizer.set_usage(rowwise=True, columnwise=training)
-        return quantizer(x)
-
-    return quantise
 
 
 def _norm_function(tex: Any) -> Any:

@@ -19,6 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3kernels.peaks import PEAKS
+from k3kernels.triton_peaks import SLOTS, neighbours_peak, raise_peak
+
 MAX_WIDTH = 4
 ROWS = 64
 CHANNELS = 256
@@ -162,11 +165,16 @@ def forward_kernel(
 def _backward_rows(
     x_ptr, g_ptr, d_ptr, s_ptr, ds_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
     tap0, tap1, tap2, tap3, p1, p2, p3,
-    W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, NEAR: tl.constexpr, BT: tl.constexpr,
-    UNROLL: tl.constexpr,
+    W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, NEAR: tl.constexpr, PEAK: tl.constexpr,
+    BT: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dx and ds of rows [first, first + BT) of one block of channels, stored; returns dweight [channels] of each lag."""
+    """dx and ds of rows [first, first + BT) of one block of channels, stored.
+
+    Returns dweight [channels] of each lag, and with PEAK fp32 magnitudes of dx, the largest among them.
+    """
     BC: tl.constexpr = channel.shape[0]
+    EACH: tl.constexpr = min(4, BC)
+    peak = tl.zeros([BC // EACH], tl.float32)
     e1, e2, e3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
     dw_0, dw_1 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
     dw_2, dw_3 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
@@ -217,27 +225,30 @@ def _backward_rows(
         e3 = tl.fma(tap3, da3, e3)
         done = inside & (i >= 3) & (t - 3 < T)
         tl.store(d_ptr + (row - 3) * C + channel, e3.to(d_ptr.dtype.element_ty), mask=done)
+        if PEAK:  # zero past the ends; in front are the unfinished rows of another block
+            peak = tl.where(i >= 3, tl.maximum(peak, neighbours_peak(e3, EACH)), peak)
         e3 = e2
         e2 = e1
         e1 = tap0 * da
         p3 = p2
         p2 = p1
         p1 = x
-    return dw_0, dw_1, dw_2, dw_3
+    return dw_0, dw_1, dw_2, dw_3, peak
 
 
 @triton.jit
 def backward_kernel(
     x0, x1, x2, w0, w1, w2, s0, s1, s2, g0, g1, g2, d0, d1, d2, dw0, dw1, dw2, ds0, ds1, ds2,
-    start_ptr, document_ptr, T, blocks_T, b0, b1, b2, t0, t1, t2, c0, c1, c2, n0, n1,
+    peak_ptr, start_ptr, document_ptr, T, blocks_T, b0, b1, b2, t0, t1, t2, c0, c1, c2, n0, n1,
     W: tl.constexpr, VARLEN: tl.constexpr, STATE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     UNROLL: tl.constexpr, NEAR_UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Grid as `forward_kernel`. g = dy and d = dx contiguous; dw [B * blocks_T, C, 4], lag-major: dw[..., lag].
 
     ds [N, W-1, W-1, C] (written when STATE): ds[:, i, slot] is what token i of the document gives to that slot of the
-    state; zeroed by the caller, since short documents have fewer tokens.
+    state; zeroed by the caller, since short documents have fewer tokens. peak fp32 [n, SLOTS] of each d, or None.
     """
+    PEAK: tl.constexpr = peak_ptr is not None
     block = tl.program_id(1)
     which = (block >= n0).to(tl.int32) + (block >= n1).to(tl.int32)
     x_ptr, w_ptr, s_ptr = _pick(which, x0, x1, x2), _pick(which, w0, w1, w2), s0
@@ -258,15 +269,17 @@ def backward_kernel(
     p2 = tl.load(x_ptr + (first - 2).to(tl.int64) * st + channel, mask=inside & (first >= 2), other=0.0).to(tl.float32)
     p3 = tl.load(x_ptr + (first - 3).to(tl.int64) * st + channel, mask=inside & (first >= 3), other=0.0).to(tl.float32)
     if _near_a_start(start_ptr, first, T, VARLEN, BT + 3):
-        dw_0, dw_1, dw_2, dw_3 = _backward_rows(
+        dw_0, dw_1, dw_2, dw_3, peak = _backward_rows(
             x_ptr, g_ptr, d_ptr, s_ptr, ds_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
-            tap0, tap1, tap2, tap3, p1, p2, p3, W, VARLEN, STATE, True, BT, NEAR_UNROLL,
+            tap0, tap1, tap2, tap3, p1, p2, p3, W, VARLEN, STATE, True, PEAK, BT, NEAR_UNROLL,
         )  # fmt: skip
     else:
-        dw_0, dw_1, dw_2, dw_3 = _backward_rows(
+        dw_0, dw_1, dw_2, dw_3, peak = _backward_rows(
             x_ptr, g_ptr, d_ptr, s_ptr, ds_ptr, start_ptr, document_ptr, channel, inside, batch, first, T, C, st,
-            tap0, tap1, tap2, tap3, p1, p2, p3, W, VARLEN, STATE, False, BT, UNROLL,
+            tap0, tap1, tap2, tap3, p1, p2, p3, W, VARLEN, STATE, False, PEAK, BT, UNROLL,
         )  # fmt: skip
+    if PEAK:
+        raise_peak(peak_ptr + which * SLOTS, peak, d_ptr.dtype.element_ty)
     to = dw_ptr + (tl.program_id(0).to(tl.int64) * C + channel) * 4
     tl.store(to, dw_0, mask=inside)
     tl.store(to + 1, dw_1, mask=inside)
@@ -331,13 +344,15 @@ class TritonShortConvolution(torch.autograd.Function):
         blocks = B * triton.cdiv(T, rows_of_a_block(T))
         dws = [torch.empty(blocks, x.shape[2], 4, dtype=torch.float32, device=x.device) for x in xs]
         dss = [torch.zeros(len(s), W - 1, *s.shape[1:], dtype=torch.float32, device=s.device) for s in states]
+        peaks = PEAKS.slots(xs[0].device, n)
         if B * T:
             grid, sizes, meta = _launch(xs, weights, states, walk)
             token_start, document = walk or (xs[0], xs[0])
             backward_kernel[grid](
                 *_three(xs), *_three(weights), *_three(states or xs), *_three(gs), *_three(dxs), *_three(dws),
-                *_three(dss or dws), token_start, document, T, *sizes, **meta, NEAR_UNROLL=NEAR_UNROLL,
+                *_three(dss or dws), peaks, token_start, document, T, *sizes, **meta, NEAR_UNROLL=NEAR_UNROLL,
             )  # fmt: skip
+        PEAKS.note_each(dxs, peaks)
         dweights = [dw.sum(0)[:, :W].flip(-1).to(w.dtype) for dw, w in zip(dws, weights)]
         if not states:
             return None, None, *dxs, *dweights, *[None] * n

@@ -93,6 +93,26 @@ def required_bias_counts(
         counts += reference.histogram(logits, bias, cut, cut_expert, counts.shape[1], valid)
 
 
+def _check_experts(experts: Tensor) -> None:
+    if experts.dim() != 2 or experts.dtype != torch.int64:
+        raise ValueError(f"experts: expected int64 [T, k], got {experts.dtype} {list(experts.shape)}")
+
+
+def expert_counts(
+    experts: Tensor, count: int, *, valid: Tensor | None = None, backend: str = "auto"
+) -> Tensor:  # fmt: skip
+    """How many of the T * k copies that experts int64 [T, k] ask for go to each of `count` experts: int64 [count].
+
+    Tokens with valid[t] False, bool [T], are left out.
+    """
+    _check_experts(experts)
+    if pick_backend(backend, experts, count) == "triton":
+        from k3kernels.routing import triton_routing
+
+        return triton_routing.expert_counts(experts.contiguous(), count, valid)
+    return reference.expert_counts(experts, count, valid)
+
+
 @dataclass(frozen=True)
 class Permutation:
     """Rows sorted by expert, in token order within one. Row i is copy `source[i]` = token * k + place; copy c of the
@@ -106,8 +126,7 @@ class Permutation:
 
 def make_permutation(experts: Tensor, count: int, *, backend: str = "auto") -> Permutation:
     """The order by expert of the T * k copies that experts int64 [T, k] ask for; `count` experts in all."""
-    if experts.dim() != 2 or experts.dtype != torch.int64:
-        raise ValueError(f"experts: expected int64 [T, k], got {experts.dtype} {list(experts.shape)}")
+    _check_experts(experts)
     if pick_backend(backend, experts, count) == "triton":
         from k3kernels.routing import triton_routing
 
@@ -120,9 +139,20 @@ def dispatch(x: Tensor, weights: Tensor, order: Permutation, *, backend: str = "
 
     The gradient of x is the sum over a token's k copies, in fp32 and a fixed order.
     """
-    chosen = pick_backend(backend, x, 1)
-    rows = _Spread.apply(x, order.source, order.place, order.top_k, chosen)
+    (rows,) = _Spread.apply(x, order.source, order.place, order.top_k, pick_backend(backend, x, 1), 1)
     return rows, _Reorder.apply(weights.reshape(-1), order.source, order.place)
+
+
+def dispatch_twice(
+    x: Tensor, weights: Tensor, order: Permutation, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dispatch` for two readers of the rows: rows, the same rows again, weights.
+
+    Both are one memory, not to be written to. The gradients that the readers send are added where they are summed over
+    a token's copies, in fp32 with one rounding for all, without a pass over the rows for their sum.
+    """
+    rows, again = _Spread.apply(x, order.source, order.place, order.top_k, pick_backend(backend, x, 1), 2)
+    return rows, again, _Reorder.apply(weights.reshape(-1), order.source, order.place)
 
 
 def combine(rows: Tensor, order: Permutation, *, backend: str = "auto") -> Tensor:
@@ -138,25 +168,37 @@ def _spread(x: Tensor, source: Tensor, top_k: int, backend: str) -> Tensor:
     return x.index_select(0, source // top_k)
 
 
-def _gather(rows: Tensor, place: Tensor, top_k: int, backend: str) -> Tensor:
+def _gather(rows: Tensor, place: Tensor, top_k: int, backend: str, more: Tensor | None = None) -> Tensor:
+    """more: rows to add to those of `rows`, or None."""
     if backend == "triton":
         from k3kernels.routing import triton_routing
 
-        return triton_routing.gather(rows.contiguous(), place, top_k)
-    copies = rows.index_select(0, place).view(-1, top_k, rows.shape[1])
-    return copies.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+        return triton_routing.gather(rows.contiguous(), None if more is None else more.contiguous(), place, top_k)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    copies = rows.index_select(0, place).to(wide)
+    if more is not None:
+        copies += more.index_select(0, place)
+    return copies.view(-1, top_k, rows.shape[1]).sum(1).to(rows.dtype)
 
 
 class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor, top_k: int, backend: str) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.options = (top_k, backend)
-        return _spread(x, source, top_k, backend)
+    """The rows once for each of one or two readers, as views of one memory."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gather(grad, ctx.saved_tensors[0], *ctx.options), None, None, None, None
+    def forward(
+        ctx: Any, x: Tensor, source: Tensor, place: Tensor, top_k: int, backend: str, readers: int
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(place)
+        ctx.options = (top_k, backend)
+        ctx.set_materialize_grads(False)
+        rows = _spread(x, source, top_k, backend)
+        return (rows, *(rows.view_as(rows) for _ in range(readers - 1)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        sent = [grad for grad in grads if grad is not None]
+        dx = _gather(sent[0], ctx.saved_tensors[0], *ctx.options, *sent[1:]) if sent else None
+        return dx, None, None, None, None, None
 
 
 class _Gather(torch.autograd.Function):

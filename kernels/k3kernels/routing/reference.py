@@ -50,10 +50,16 @@ def histogram(logits: Tensor, bias: Tensor, cut: Tensor, cut_expert: Tensor, bin
     return flat.scatter_add_(0, index.reshape(-1), one.reshape(-1)).view(experts, bins)
 
 
+def expert_counts(experts: Tensor, count: int, valid: Tensor | None) -> Tensor:
+    """int64 [count]: copies of valid tokens that experts int64 [T, k] send to each expert."""
+    one = torch.ones_like(experts) if valid is None else valid.long()[:, None].expand_as(experts)
+    counts = torch.zeros(count, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, experts.reshape(-1), one.reshape(-1))
+
+
 def permutation(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     flat = experts.reshape(-1)
     source = torch.argsort(flat, stable=True).to(torch.int32)
     rows = torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
     place = torch.empty_like(rows).scatter_(0, source.long(), rows)
-    counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    return source, place, counts
+    return source, place, expert_counts(experts, count, None)

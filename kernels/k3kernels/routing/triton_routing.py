@@ -11,6 +11,7 @@ from torch import Tensor
 
 TILE = 8192  # tokens times experts that a program holds
 WIDE = 1024  # channels that a program moves at a time
+STRIP, DEEP = 8, 512  # experts, a sector of memory, and blocks of tokens that a program sums over at a time
 
 
 @triton.jit
@@ -106,26 +107,50 @@ def histogram_kernel(
 
 
 @triton.jit
-def count_kernel(experts_ptr, counts_ptr, T, E, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr):
-    """counts int32 [blocks, E]: copies that each block of BT tokens sends to each expert."""
+def count_kernel(
+    experts_ptr, valid_ptr, counts_ptr, T, E, K: tl.constexpr, VALID: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """counts int32 [blocks, E]: copies that the valid tokens of each block of BT send to each expert."""
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
+    live = row < T
+    if VALID:
+        live = live & (tl.load(valid_ptr + row, mask=live, other=0) != 0)
     total = tl.zeros([BE], tl.int32)
     for i in tl.static_range(K):
-        expert = tl.load(experts_ptr + row * K + i, mask=row < T, other=-1)
+        expert = tl.load(experts_ptr + row * K + i, mask=live, other=-1)
         total += tl.sum((e[None, :] == expert[:, None]).to(tl.int32), 0)
     tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * E + e, total, mask=e < E)
 
 
 @triton.jit
+def scan_kernel(blocks_ptr, counts_ptr, N, E, BN: tl.constexpr, BE: tl.constexpr):
+    """Grid (ceil(E / BE),): a block's counts of blocks int32 [N, E] become the sums of the blocks before it, in place,
+    and counts int64 [E] those of all."""
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    total = tl.zeros([BE], tl.int32)
+    for first in range(0, N, BN):
+        n = first + tl.arange(0, BN)
+        at = blocks_ptr + n.to(tl.int64)[:, None] * E + e[None, :]
+        inside = (n < N)[:, None] & (e < E)[None, :]
+        here = tl.load(at, mask=inside, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(here, 0) - here, mask=inside)
+        total += tl.sum(here, 0)
+    tl.store(counts_ptr + e, total.to(tl.int64), mask=e < E)
+
+
+@triton.jit
 def place_kernel(
-    experts_ptr, base_ptr, source_ptr, place_ptr, T, E, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr
+    experts_ptr, before_ptr, counts_ptr, source_ptr, place_ptr, T, E,
+    K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """base int32 [blocks, E]: the row at which each block's copies to each expert begin."""
+    """before int32 [blocks, E]: copies to each expert that the blocks before hold; counts int64 [E]: that all hold."""
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     live = row < T
-    base = tl.load(base_ptr + tl.program_id(0).to(tl.int64) * E + e, mask=e < E, other=0)
+    counts = tl.load(counts_ptr + e, mask=e < E, other=0).to(tl.int32)
+    base = tl.load(before_ptr + tl.program_id(0).to(tl.int64) * E + e, mask=e < E, other=0)
+    base += tl.cumsum(counts, 0) - counts
     taken = tl.zeros([BT, BE], tl.int32)
     for i in tl.static_range(K):
         expert = tl.load(experts_ptr + row * K + i, mask=live, other=-1)
@@ -149,14 +174,19 @@ def spread_kernel(x_ptr, source_ptr, out_ptr, D, K: tl.constexpr, BD: tl.constex
 
 
 @triton.jit
-def gather_kernel(rows_ptr, place_ptr, out_ptr, D, K: tl.constexpr, BD: tl.constexpr):
-    """Grid (tokens, ceil(D / BD)): the sum of the K rows of a token, in fp32."""
+def gather_kernel(
+    rows_ptr, more_ptr, place_ptr, out_ptr, D, K: tl.constexpr, MORE: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """Grid (tokens, ceil(D / BD)): the sum of the K rows of a token, in fp32; with MORE, of both tensors' rows."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros([BD], tl.float32)
     for i in tl.static_range(K):
         there = tl.load(place_ptr + t * K + i).to(tl.int64)
-        total += tl.load(rows_ptr + there * D + d, mask=d < D, other=0.0).to(tl.float32)
+        row = tl.load(rows_ptr + there * D + d, mask=d < D, other=0.0).to(tl.float32)
+        if MORE:
+            row += tl.load(more_ptr + there * D + d, mask=d < D, other=0.0).to(tl.float32)
+        total += row
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -215,22 +245,47 @@ def histogram(
         )  # fmt: skip
 
 
-def permutation(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """source int32 [T * k], place int32 [T * k], counts int64 [E]."""
+def _block_counts(experts: Tensor, count: int, valid: Tensor | None) -> Tensor:
+    """int32 [blocks, E]: copies of each block of valid tokens to each expert; T > 0."""
     T, top_k = experts.shape
     programs, rows, wide = _blocks(T, count)
     blocks = torch.empty(programs, count, dtype=torch.int32, device=experts.device)
+    mask = experts if valid is None else valid.contiguous().view(torch.uint8)
+    count_kernel[(programs,)](
+        experts, mask, blocks, T, count, K=top_k, VALID=valid is not None, BT=rows, BE=wide, num_warps=4
+    )
+    return blocks
+
+
+def scan(blocks: Tensor, counts: Tensor) -> None:
+    """blocks int32 [N, E] become the sums over the rows above each, in place; counts int64 [E]: the sums over all."""
+    N, E = blocks.shape
+    deep = min(DEEP, triton.next_power_of_2(N))
+    scan_kernel[(triton.cdiv(E, STRIP),)](blocks, counts, N, E, BN=deep, BE=STRIP, num_warps=4)
+
+
+def expert_counts(experts: Tensor, count: int, valid: Tensor | None) -> Tensor:
+    """int64 [E]."""
+    if not experts.numel():
+        return torch.zeros(count, dtype=torch.int64, device=experts.device)
+    return _block_counts(experts, count, valid).sum(0)
+
+
+def permutation(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """source int32 [T * k], place int32 [T * k], counts int64 [E]."""
+    T, top_k = experts.shape
     source = torch.empty(T * top_k, dtype=torch.int32, device=experts.device)
     place = torch.empty_like(source)
     if not T:
         return source, place, torch.zeros(count, dtype=torch.int64, device=experts.device)
-    count_kernel[(programs,)](experts, blocks, T, count, K=top_k, BT=rows, BE=wide, num_warps=4)
-    upto = blocks.cumsum(0, dtype=torch.int32)
-    counts = upto[-1]
-    before = counts.cumsum(0, dtype=torch.int32) - counts
-    base = upto - blocks + before
-    place_kernel[(programs,)](experts, base, source, place, T, count, K=top_k, BT=rows, BE=wide, num_warps=4)
-    return source, place, counts.long()
+    programs, rows, wide = _blocks(T, count)
+    blocks = _block_counts(experts, count, None)
+    counts = torch.empty(count, dtype=torch.int64, device=experts.device)
+    scan(blocks, counts)
+    place_kernel[(programs,)](
+        experts, blocks, counts, source, place, T, count, K=top_k, BT=rows, BE=wide, num_warps=4
+    )  # fmt: skip
+    return source, place, counts
 
 
 def spread(x: Tensor, source: Tensor, top_k: int) -> Tensor:
@@ -243,11 +298,13 @@ def spread(x: Tensor, source: Tensor, top_k: int) -> Tensor:
     return out
 
 
-def gather(rows: Tensor, place: Tensor, top_k: int) -> Tensor:
-    """[T * k, D] -> [T, D]."""
+def gather(rows: Tensor, more: Tensor | None, place: Tensor, top_k: int) -> Tensor:
+    """[T * k, D], and as many more to add to them, or None -> [T, D]."""
     tokens, D = place.shape[0] // top_k, rows.shape[1]
     out = rows.new_empty(tokens, D)
     block = min(WIDE, triton.next_power_of_2(D))
     if tokens:
-        gather_kernel[(tokens, triton.cdiv(D, block))](rows, place, out, D, K=top_k, BD=block, num_warps=2)
+        gather_kernel[(tokens, triton.cdiv(D, block))](
+            rows, rows if more is None else more, place, out, D, K=top_k, MORE=more is not None, BD=block, num_warps=2
+        )
     return out

@@ -1,0 +1,237 @@
+"""Peaks of tensors: what kernels note is the largest magnitude as stored, and the book gives it for those numbers only.
+
+Without a GPU the kernels run under Triton's interpreter; with one the same tests run the compiled kernels.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from k3kernels.conv import short_convolution, short_convolution_qkv
+from k3kernels.peaks import HELD, LARGEST, PEAKS, SLOTS, peak_scale
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+Run = Callable[[], tuple[list[Tensor], list[Tensor]]]
+"""Computes -> tensors whose peaks are to be noted, and others."""
+
+
+@pytest.fixture(autouse=True)
+def wanted() -> Iterator[None]:
+    PEAKS.wanted = True
+    PEAKS.forget()
+    yield
+    PEAKS.wanted = False
+    PEAKS.forget()
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def noted(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor as a kernel would leave it: peak and note."""
+    slots = PEAKS.slots(tensor.device)
+    assert slots is not None
+    slots[3] = tensor.abs().max().float()
+    PEAKS.note(tensor, slots)
+    return tensor
+
+
+def peak_of(tensor: Tensor) -> float | None:
+    slots = PEAKS.take(tensor)
+    return None if slots is None else float(slots.max())
+
+
+def check(run: Run) -> None:
+    """Peaks are exact, other tensors have none, and without peaks every bit is the same."""
+    with_peaks, others = run()
+    for i, tensor in enumerate(with_peaks):
+        assert peak_of(tensor) == float(tensor.abs().max()), i
+        slots = PEAKS.take(tensor)
+        assert slots is not None and slots.shape == (SLOTS,) and slots.is_contiguous()
+    assert all(peak_of(tensor) is None for tensor in others)
+    PEAKS.wanted = False
+    PEAKS.forget()
+    plain = [t for kind in run() for t in kind]
+    assert all(torch.equal(a, b) for a, b in zip((*with_peaks, *others), plain, strict=True))
+    assert all(peak_of(tensor) is None for tensor in plain)
+
+
+# Kernels that find peaks.
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("T", "widths", "W", "cu_seqlens"),
+    [
+        (37, (6, 6, 300), 4, None), (37, (5, 12, 3), 4, [0, 15, 17, 37]), (1, (3, 3, 3), 4, None), (20, (8, 8, 8), 2, [0, 0, 1, 20]),
+        (18, (1, 1, 1), 4, None),
+    ],
+    ids=["one document", "documents", "one token", "two taps", "one channel"],
+)  # fmt: skip
+def test_gradients_of_the_three_convolutions(
+    monkeypatch: pytest.MonkeyPatch, T: int, widths: tuple[int, ...], W: int, cu_seqlens: list[int] | None,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    if DEVICE == "cpu":
+        monkeypatch.setattr("k3kernels.conv.triton_conv.ROWS", 16)  # the interpreter pays for every row of a block
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        xs = [random(1, T, C, seed=i, dtype=dtype).requires_grad_() for i, C in enumerate(widths)]
+        weights = [random(C, W, seed=9).requires_grad_() for C in widths]
+        *ys, _ = short_convolution_qkv(*xs, *weights, cu_seqlens=bounds, backend="triton")
+        # the largest gradient enters by the first row of a block, whose taps reach back into the one before
+        rows = 1 + 9 * (torch.arange(T, device=DEVICE) == 16)[:, None]
+        given = [(random(*y.shape, seed=4) * rows).to(dtype) for y in ys]
+        found = list(torch.autograd.grad(ys, [*xs, *weights], given))
+        return found[:3], [*ys, *found[3:]]
+
+    check(run)
+
+
+def test_one_convolution_of_a_batch() -> None:
+    x, weight = random(3, 21, 10).requires_grad_(), random(10, 4)
+    y, _ = short_convolution(x, weight, backend="triton")
+    (dx,) = torch.autograd.grad(y.square().sum(), [x])
+    assert peak_of(dx) == float(dx.abs().max())
+
+
+# The book.
+
+
+def test_a_note_is_found_through_views_of_the_whole() -> None:
+    x = noted(random(1, 6, 8))
+    for view in (x, x[0], x.view(-1), x.view(6, 2, 4), x.detach(), x.squeeze(0).unsqueeze(1)):
+        assert peak_of(view) == float(x.abs().max())
+
+
+def test_a_part_another_order_or_another_type_is_not_found() -> None:
+    x = noted(random(6, 8))
+    for other in (x[1:], x[:3], x[:, :4], x.T, x.view(torch.int32), x.clone()):
+        assert peak_of(other) is None
+    whole = random(4, 8)
+    noted(whole[2:])
+    assert peak_of(whole) is None
+    assert peak_of(whole[2:]) is not None
+
+
+@pytest.mark.parametrize("through", [lambda x: x, lambda x: x.view(-1)[3:5]], ids=["whole", "a view"])
+def test_what_was_written_in_place_is_not_found(through: Callable[[Tensor], Tensor]) -> None:
+    x = noted(random(6, 8))
+    through(x).mul_(2)
+    assert peak_of(x) is None
+    noted(x)
+    assert peak_of(x) == float(x.abs().max())
+
+
+def test_a_note_keeps_no_memory_and_other_tensors_in_its_place_are_not_found() -> None:
+    x = noted(random(64, 64))
+    address, storage = x.data_ptr(), x.untyped_storage()._cdata
+    del x
+    again = [torch.empty(64, 64, device=DEVICE) for _ in range(50)]  # one of them most likely lies there
+    assert all(peak_of(t) is None for t in again)
+    assert all(t.untyped_storage()._cdata != storage for t in again)  # what a note names is not given away
+    if DEVICE == "cuda":
+        assert any(t.data_ptr() == address for t in again)
+
+
+def test_memory_that_was_given_back_is_not_found() -> None:
+    x = noted(random(64, 64))
+    size = x.untyped_storage().size()
+    x.untyped_storage().resize_(0)
+    other = torch.empty(64, 64, device=DEVICE)
+    x.untyped_storage().resize_(size)
+    assert x.data_ptr() != other.data_ptr()
+    assert peak_of(other) is None
+
+
+def test_the_oldest_notes_are_forgotten() -> None:
+    xs = [noted(random(2, 3, seed=i)) for i in range(HELD + 2)]
+    assert [peak_of(x) is not None for x in xs] == [False] * 2 + [True] * HELD
+    PEAKS.forget()
+    assert all(peak_of(x) is None for x in xs)
+
+
+def test_nothing_is_noted_without_peaks_nor_of_tensors_that_keep_no_count_of_changes() -> None:
+    with torch.inference_mode():
+        untold = noted(random(2, 3))
+    assert peak_of(untold) is None
+    PEAKS.wanted = False
+    assert PEAKS.slots(torch.device(DEVICE)) is None
+    PEAKS.note(untold, None)
+    PEAKS.note_each([untold], None)
+
+
+class _Noting(torch.autograd.Function):
+    """x twice, its gradient noted; `given` records the gradients that arrive."""
+
+    @staticmethod
+    def forward(ctx, x, given):  # type: ignore[no-untyped-def]
+        ctx.given = given
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.given.append((grad, peak_of(grad), float(grad.abs().max())))
+        return noted(grad * 2), None
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_a_gradient_summed_by_autograd_has_no_peak_but_that_of_the_sum(readers: int) -> None:
+    given: list[tuple[Tensor, float | None, float]] = []
+    x = random(5, 4).requires_grad_()
+    middle = _Noting.apply(x, given)
+    sum(_Noting.apply(middle, given) * (1 + i) for i in range(readers)).sum().backward()  # type: ignore[attr-defined]
+    _, peak, largest = given[-1]  # at the first of them: the sum over its readers, which autograd may make in place
+    assert len(given) == readers + 1
+    assert peak == (largest if readers == 1 else None)
+    assert largest == 2.0 * sum(1 + i for i in range(readers))
+
+
+def test_a_gradient_that_two_readers_share_is_found_by_both() -> None:
+    given: list[tuple[Tensor, float | None, float]] = []
+    x, y = (random(5, 4, seed=i).requires_grad_() for i in range(2))
+    _Noting.apply(_Noting.apply(x, given) + _Noting.apply(y, given), []).sum().backward()  # type: ignore[no-untyped-call]
+    assert [(peak, largest) for _, peak, largest in given] == [(2.0, 2.0)] * 2
+
+
+def test_a_gradient_kept_by_a_leaf_and_added_to_is_not_found() -> None:
+    x = random(5, 4).requires_grad_()
+    for turn in range(2):
+        _Noting.apply(x, []).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert peak_of(x.grad) == (2.0 if turn == 0 else None)
+
+
+# The scale.
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["any", "power of two"])
+@pytest.mark.parametrize("largest", LARGEST.values(), ids=["e4m3", "e5m2"])
+def test_scale(largest: float, power_of_two: bool, backend: str) -> None:
+    huge, tiny = torch.finfo(torch.float32).max, torch.finfo(torch.float32).smallest_normal
+    peaks = [0.0, float("inf"), 1e-45, tiny, 1e-38, 3e-7, 1 / 3, 1.0, 2.0, 447.9, 448.0, 449.0, 57344.0, 1e30, huge]
+    peaks += [float(p) for p in torch.rand(40, generator=torch.Generator().manual_seed(0))]
+    for i, peak in enumerate(peaks):
+        slots = torch.zeros(SLOTS, device=DEVICE)
+        slots[i % SLOTS], slots[(i + 7) % SLOTS] = peak, peak / 2
+        found = peak_scale(slots, largest, power_of_two=power_of_two, backend=backend)
+        assert found.shape == (1,) and found.dtype == torch.float32
+        exact = min(float(torch.tensor(largest) / torch.tensor(peak)), huge) if 0 < peak < float("inf") else 1.0
+        if power_of_two:
+            exact = 2.0 ** (torch.frexp(torch.tensor(exact)).exponent.item() - 1)
+        assert float(found) == exact, peak
+
+
+def test_scale_refuses_what_is_no_peak() -> None:
+    with pytest.raises(TypeError, match=r"slots: expected fp32, got torch.bfloat16"):
+        peak_scale(torch.zeros(SLOTS).bfloat16(), 448.0)
+    with pytest.raises(ValueError, match=r"backend: expected one of auto, torch, triton, got 'fast'"):
+        peak_scale(torch.zeros(SLOTS), 448.0, backend="fast")
