@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from k3train.config.activations import check_activations
+from k3train.config.activations import check_activations, check_recompute
 from k3train.config.precision import MULTIPLE, precision_of
 from k3train.config.schema import Config, expand_pattern
 from k3train.errors import ConfigError, DataError, LayoutError
@@ -31,6 +31,7 @@ def check(config: Config, world_size: int | None = None) -> None:
     _check_precision(config)
     _check_graphs(config)
     check_activations(config.train)
+    check_recompute(config.train, len(layers(config)))
     if config.parallel.auto and world_size is None and config.parallel.world is None:
         return  # sizes are proposed once the number of ranks is known, and checked then
     if config.parallel.auto:

@@ -185,6 +185,7 @@ class TrainConfig:
     eval_every: int = 50
     eval_samples: int = 32  # held-out sequences
     recompute: str = "none"  # none | full | unit | selective
+    recompute_layers: int | None = None  # of full and unit: only the layers before this one (from 0); null: all
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     sample_tokens: int = 48  # greedy sample written at the end; 0: none
     sample_prompt: str = "def "

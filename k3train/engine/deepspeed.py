@@ -132,8 +132,9 @@ class DeepSpeedEngine:
             # transformer-engine's modules keep tensors of their weights' making, and were not run under ZeRO-3
             model = dataclasses.replace(model, backend="torch")
         self.ctx = make_context(
-            model, layout, dtype, device, recompute=config.train.recompute, activations=policies(config.train)
-        )
+            model, layout, dtype, device, recompute=config.train.recompute,
+            recompute_layers=config.train.recompute_layers, activations=policies(config.train),
+        )  # fmt: skip
         chunks = chunks_of_rank(config.model, layout.sizes, 0, None)
         self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)
         self.model = self.models[0]

@@ -74,8 +74,8 @@ class MegatronEngine:
         dtype = training_dtype(config.train.precision, device)
         self.ctx = make_context(
             config.model, layout, dtype, device, recompute=config.train.recompute,
-            activations=policies(config.train), precision=self._precision(),
-            exchange=self._make_exchange(),
+            recompute_layers=config.train.recompute_layers, activations=policies(config.train),
+            precision=self._precision(), exchange=self._make_exchange(),
         )  # fmt: skip
         chunks = chunks_of_rank(config.model, layout.sizes, layout.pp.rank(), config.parallel.pipeline_layout)
         self.models: list[K3Model] = build_chunks(self.ctx, chunks, seed=config.run.seed)

@@ -100,7 +100,8 @@ def link_stages(models: list[K3Model], table: Borders) -> None:
 
 def make_context(
     model: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device, *, recompute: str = "none",
-    activations: dict[str, str] | None = None, precision: Precision | None = None, exchange: ExchangePlan | None = None,
+    recompute_layers: int | None = None, activations: dict[str, str] | None = None, precision: Precision | None = None,
+    exchange: ExchangePlan | None = None,
 ) -> ModelContext:  # fmt: skip
     """The shared context of this rank's modules. `precision` says which products run in FP8 (none without it),
     `activations` what backward keeps by class of tensor (`config.activations.policies`; without it as recompute says),
@@ -109,8 +110,8 @@ def make_context(
     head_dims = model.mla.nope_dim + model.mla.shared_dim, model.mla.v_dim
     backend = make_backend(model.backend, device, dtype=dtype, precision=precision, head_dims=head_dims)
     return ModelContext(
-        model, config, layout, backend, dtype, device, recompute=recompute, activations=activations or {},
-        exchange=exchange or ExchangePlan(),
+        model, config, layout, backend, dtype, device, recompute=recompute, recompute_layers=recompute_layers,
+        activations=activations or {}, exchange=exchange or ExchangePlan(),
     )  # fmt: skip
 
 

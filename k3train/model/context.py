@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from k3train.config.activations import computed_again
 from k3train.config.schema import ModelConfig
 from k3train.parallel.expert_exchange import ExchangePlan
 from k3train.parallel.layout import Layout
@@ -32,6 +33,8 @@ class ModelContext:
     dtype: torch.dtype
     device: torch.device
     recompute: str = "none"
+    recompute_layers: int | None = None
+    """Under `recompute` full or unit: only layers of a lower global index are computed again; None: all."""
     activations: dict[str, str] = field(default_factory=dict)
     """Policy by class of tensor; a class that is missing follows `recompute`."""
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
@@ -40,6 +43,11 @@ class ModelContext:
     """True while a backward computes activations again: tokens are not counted and nothing is recorded."""
     probe: Callable[[str, torch.Tensor], None] | None = None
     """When set, modules hand it named intermediate tensors (for goldens and statistics)."""
+
+    def computed_again(self, layer: int) -> bool:
+        """Whether the backward runs the forward of the whole layer of this global index again (a layer of multi-token
+        prediction comes after the model's own)."""
+        return computed_again(self.recompute, self.recompute_layers, layer)
 
     def record(self, name: str, value: torch.Tensor) -> None:
         if self.probe is not None and not self.recomputing:

@@ -95,8 +95,9 @@ class GatedMLA(nn.Module):
         latent = layout.enter_tensor_parallel(latent)
         if layout.sizes.context > 1:
             out = context_parallel.latent_attention(
-                self.ctx, q, latent, self.expand, stream, self.scale, self.watch if watching else None
-            )
+                self.ctx, q, latent, self.expand, stream, self.scale, self.watch if watching else None,
+                again=self.ctx.computed_again(self.layer),
+            )  # fmt: skip
         else:
             k, v = self.expand(latent)
             if watching:

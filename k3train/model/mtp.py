@@ -67,7 +67,7 @@ class MultiTokenPrediction(nn.Module):
 
     def __init__(self, ctx: ModelContext, layer: int) -> None:
         super().__init__()
-        self.ctx = ctx
+        self.ctx, self.layer = ctx, layer
         width, eps, norm = ctx.model.hidden_size, ctx.model.norm_eps, ctx.backend.norm
         self.hidden_norm, self.embedding_norm = norm(ctx, width, eps=eps), norm(ctx, width, eps=eps)
         self.projection = ctx.backend.replicated(ctx, 2 * width, width)
@@ -88,5 +88,5 @@ class MultiTokenPrediction(nn.Module):
             x = x + self.moe(self.post_attention_norm(x), stream)
             return self.final_norm(x)
 
-        again = self.ctx.recompute in ("full", "unit")
+        again = self.ctx.computed_again(self.layer)
         return region(self.ctx, run, hidden, embedded) if again else run(hidden, embedded)

@@ -1,7 +1,8 @@
 """Activations computed again in the backward, or kept in host memory or in FP8, instead of kept as they are
 (`train.recompute`, and by class of tensor `train.activations`).
 
-full: every layer keeps only the depth state it was given. unit: every four layers do (KKKF). selective: only the
+full: every layer keeps only the depth state it was given. unit: every four layers do (KKKF). Both may stop at a layer
+(`train.recompute_layers`): what the last layers keep has gone when the first are computed again. selective: only the
 element-wise parts are computed again: the mixes over depth, norms, gated units and gates, which are a large share of
 the activations and almost none of the work. All give the losses and gradients of `none` to the last bit on one device:
 the graph stays the same, only what its nodes saved is made again. In FP8 the forward is the same to the last bit and
@@ -19,14 +20,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from k3kernels import fp8
-from k3train.config.activations import CHEAP
+from k3train.config.activations import CHEAP, regions
 from k3train.model.attention_residuals import DepthState, uses_kernels
 
 if TYPE_CHECKING:
     from k3train.model.context import ModelContext, PackedStream
     from k3train.model.layer import K3Layer
-
-UNIT = 4  # layers
 
 OFFLOADED_BYTES = 1 << 20
 """Smaller tensors stay on the device."""
@@ -188,15 +187,10 @@ def consumed_later(
 
 
 def run_layers(ctx: ModelContext, layers: list[K3Layer], state: DepthState, stream: PackedStream) -> DepthState:
-    """The layers in order, in regions of one (full) or of a unit; units are cut at global multiples of four layers."""
-    size = {"full": 1, "unit": UNIT}.get(ctx.recompute, 0)
-    first = 0
-    while first < len(layers):
-        last = first + 1
-        while size > 1 and last < len(layers) and layers[last].index // size == layers[first].index // size:
-            last += 1
-        state = _layers_region(ctx, layers[first:last], state, stream, recompute=size > 0)
-        first = last
+    """The layers in order, in regions of one (full) or of a unit where they are computed again."""
+    of_one = {layer.index: layer for layer in layers}
+    for again, indices in regions(ctx.recompute, ctx.recompute_layers, list(of_one)):
+        state = _layers_region(ctx, [of_one[i] for i in indices], state, stream, recompute=again)
     return state
 
 

@@ -129,7 +129,7 @@ def entering_state(
         borders = None if passes else torch.tensor([0, 0, tokens], dtype=torch.int32)
         # The intermediates of a long piece are as large as the layer's own, and made again in the backward, unless the
         # whole layer is. Those of a short one are worth less than a second pass over it.
-        again = tokens > part.length // 4 and layer.ctx.recompute not in ("full", "unit")
+        again = tokens > part.length // 4 and not layer.ctx.computed_again(layer.layer)
         M, S = summarize(layer, k, v, z, beta, again=again, cu_seqlens=borders)
     else:  # nobody will read it
         dtype = torch.promote_types(k.dtype, torch.float32)
@@ -196,17 +196,18 @@ def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> tuple[list[Row
 
 def latent_attention(
     ctx: ModelContext, q: torch.Tensor, latent: torch.Tensor, expand: Expand, stream: PackedStream, scale: float,
-    watch: Watch | None = None,
+    watch: Watch | None = None, *, again: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention inside documents over the whole stream: q [T/P, H, K], latent [T/P, C] -> [T/P, H, V].
 
     watch: is shown queries and keys of every piece, once; with `on_device` of every block, with the keys' documents.
+    again: the backward computes the whole layer again.
 
     The latents travel, not the keys they expand to. Long documents would leave the first ranks idle under the causal mask:
     then ranks trade half of their query rows with their mirror and trade the results back (`swap_pays`).
     """
     if stream.on_device:
-        return context_on_device.latent_attention(ctx, q, latent, expand, stream, scale, watch)
+        return context_on_device.latent_attention(ctx, q, latent, expand, stream, scale, watch, again=again)
     group = ctx.layout.cp
     blocks, swapped = query_rows(stream, group)
     shown = [watch]  # taken by the first pass: the backward runs the core again
@@ -216,7 +217,7 @@ def latent_attention(
         return attend_blocks(ctx.backend, q, gather_rows(latent, group), expand, blocks, scale, once)
 
     rows = swap_halves(q, group) if swapped else q
-    if ctx.recompute in ("full", "unit"):  # the whole layer is computed again, and keeps nothing before
+    if again:  # as part of the whole layer, which keeps nothing before
         out = core(rows, latent)
     else:
         # keys and values of the whole stream exist only while the core runs: the backward gathers and expands them again

@@ -159,7 +159,7 @@ def entering_state(
     """
     tokens = k.shape[0]
     # as where the host knows the documents: what a short piece leaves for the backward is not worth a second pass
-    again = tokens > part.length // 4 and layer.ctx.recompute not in ("full", "unit")
+    again = tokens > part.length // 4 and not layer.ctx.computed_again(layer.layer)
     if tokens < part.length:
         # a longer last piece ends with its document here: nobody asks for its state
         begin = (part.last_begin - (part.length - tokens)).clamp(min=0)
@@ -243,11 +243,11 @@ def behind_the_rank_before(x: torch.Tensor, rows: int, group: dist.ProcessGroup)
 
 def latent_attention(
     ctx: ModelContext, q: torch.Tensor, latent: torch.Tensor, expand: Expand, stream: PackedStream, scale: float,
-    watch: Watch | None = None,
+    watch: Watch | None = None, *, again: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """`context.latent_attention`: q [T/P, H, K], latent [T/P, C] -> [T/P, H, V].
 
-    watch: is shown queries, keys and the keys' documents of every block, once.
+    watch: is shown queries, keys and the keys' documents of every block, once. again: as there.
     """
     group = ctx.layout.cp
     blocks, border = query_rows(stream, group), border_of(stream, group)
@@ -262,7 +262,7 @@ def latent_attention(
         return attend_blocks(ctx.backend, q, latents, expand, blocks, longest, scale, documents, once)
 
     rows = swap_halves(q, group) if swapped else q
-    if ctx.recompute in ("full", "unit"):  # the whole layer is computed again, and keeps nothing before
+    if again:  # as part of the whole layer, which keeps nothing before
         out = core(rows, latent)
     else:
         # keys and values of other ranks exist only while the core runs: the backward gathers and expands them again

@@ -73,6 +73,13 @@ def cost_section(config: Config, world: int) -> str:
     if used.total / 1e9 > layout.FILL * limit:
         lines.append(f"  this does not fit a GPU of {limit:.0f} GB; `parallel=auto parallel.world=N` proposes a layout")
     seconds = time.estimate(config, world)
+    less = layout.less_recomputed(config, world)
+    if less is not None:
+        kept = less.config.train.recompute_layers
+        typed = "train.recompute=none" if kept is None else f"train.recompute_layers={kept}"
+        lines.append(
+            f"  `{typed}` fits too, {less.gigabytes:,.2f} GB, and computes less again: {less.seconds:.3g} s a step"
+        )
     shown = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in seconds.by_part().items() if value)
     lines.append(f"seconds a step on H100 or H200 GPUs, estimated: {shown} = {seconds.total:.3g}")
     days = seconds.total * t.steps / 86400

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3train.config import checks
+from k3train.config.activations import WHOLE_LAYERS
 from k3train.config.schema import Config, expand_pattern
 from k3train.errors import ConfigError, LayoutError
 from k3train.planning import memory, time
@@ -83,6 +84,29 @@ def candidates(config: Config, world: int, limit: float | None) -> list[Candidat
     )
 
 
+def less_recomputed(config: Config, world: int) -> Candidate | None:
+    """The same layout with the fewest layers computed again that fits; None where none are, nothing less fits, or the
+    step would take as long, because the first of its pipeline stages still computes all of theirs again."""
+    t = config.train
+    size = WHOLE_LAYERS.get(t.recompute)
+    if size is None:
+        return None
+    now = time.estimate(config, world).total
+    asked = t.recompute_layers or len(expand_pattern(config.model.pattern, config.model.hybrid))
+    for below in range(0, asked, size):
+        trial = copy.deepcopy(config)
+        if below:
+            trial.train.recompute_layers = below
+        else:
+            trial.train.recompute, trial.train.recompute_layers = "none", None
+            trial.train.activations.layer_inputs = "auto"
+        used = memory.estimate(trial, world).total / 1e9
+        if used <= FILL * config.cluster.gpu_memory_gb:
+            seconds = time.estimate(trial, world).total
+            return Candidate(trial, seconds, used) if seconds < 0.99 * now else None
+    return None
+
+
 def _sizes(config: Config, world: int) -> Iterator[dict[str, int]]:
     layers = len(expand_pattern(config.model.pattern, config.model.hybrid))
     powers = [1 << i for i in range(world.bit_length()) if (1 << i) <= world]
@@ -127,8 +151,8 @@ def _nothing_fits(config: Config, world: int, limit: float) -> str:
             f"train.global_batch (now {config.train.global_batch}, micro batch {config.train.micro_batch})"
         )
     least = min(anything, key=lambda c: c.gigabytes)
+    less = "train.recompute=full" if config.train.recompute_layers is None else "train.recompute_layers=null"
     return (
         f"no layout of {world} ranks fits in {FILL:.0%} of {limit:.0f} GB; the smallest, {least.sizes()}, needs "
-        f"{least.gigabytes:.0f} GB a rank; type a larger parallel.world, or train.recompute=full, or a smaller "
-        "train.micro_batch"
+        f"{least.gigabytes:.0f} GB a rank; type a larger parallel.world, or {less}, or a smaller train.micro_batch"
     )

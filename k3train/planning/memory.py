@@ -124,30 +124,34 @@ def _loss(config: Config, number: int) -> float:
 
 
 def activations(config: Config, number: int = 2, rank: int = 0) -> float:
-    """Bytes that backward keeps on a rank of pipeline stage `rank`, all micro-batches in flight."""
+    """Bytes that backward keeps on a rank of pipeline stage `rank`, all micro-batches in flight.
+
+    The peak is the fullest moment of a backward. When it comes to a region of layers, those behind have let go of theirs:
+    what is left are the inputs of the recomputed regions up to it, what the kept layers up to it keep, and, where it is
+    recomputed, all that its layers made again. The other micro-batches wait with everything.
+    """
     m, p, train = config.model, config.parallel, config.train
     pattern = expand_pattern(m.pattern, m.hybrid)
     kinds = classes.policies(train)
     tokens = stream_tokens(config)
     spread = p.tensor if checks.sequence_parallel(config) else 1
     d = m.hidden_size / spread
-    each = []
+    each: dict[int, float] = {}
     for i in layers_of_rank(config, rank):
         mixer = (_linear_values if pattern[i] == "K" else _attention_values)(config, kinds, number)
         dense = _kept(kinds["units"], 2, number) * m.dense_hidden / p.tensor
         feed = dense if i < m.dense_layers else _expert_values(config, kinds, number)
-        each.append(tokens * number * (mixer + feed + 4 * d))  # of two sublayers, the input and the running sum
+        each[i] = tokens * number * (mixer + feed + 4 * d)  # of two sublayers, the input and the running sum
     if m.mtp_layers and rank == p.pipeline - 1:
         further = _attention_values(config, kinds, number) + _expert_values(config, kinds, number) + 8 * d
-        each.append(tokens * number * further)
-    every, working = sum(each), 0.0
-    if train.recompute in ("full", "unit"):
-        group = 1 if train.recompute == "full" else 4
-        sources = (
-            1 if kinds["layer_inputs"] == "keep" else 0
-        )  # a sum a layer: the other sources are those of layers before
-        every, working = sources * len(each) / group * tokens * d * number, group * max(each, default=0.0)
-    return every * _in_flight(config, rank) + working
+        each[len(pattern)] = tokens * number * further
+    source = tokens * number * d if kinds["layer_inputs"] == "keep" else 0.0  # the other sources are of layers before
+    waiting, peak = 0.0, 0.0
+    for again, indices in classes.regions(train.recompute, train.recompute_layers, list(each)):
+        held = sum(each[i] for i in indices)
+        peak = max(peak, waiting + held + (source if again else 0.0))
+        waiting += source if again else held
+    return waiting * (_in_flight(config, rank) - 1) + peak
 
 
 def _in_flight(config: Config, rank: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from k3train.config import checks
+from k3train.config.activations import computed_again
 from k3train.config.schema import Config, expand_pattern
 from k3train.planning import flops, memory
 
@@ -50,7 +51,7 @@ def estimate(config: Config, world: int, gpus_per_node: int = 8) -> StepTime:
     layers = len(pattern) / p.pipeline
     compute = tokens * flops.flops_per_token(m, t.seq_length) / (world * flops.PEAK_TFLOPS * 1e12 * ASSUMED_MFU)
     compute = max(compute, HOST * layers * micro_batches)
-    again = compute / 3 if t.recompute in ("full", "unit") else 0.0
+    again = compute / 3 * max(_share_again(config, rank) for rank in range(p.pipeline))
     # interleaved 1F1B: the pipeline fills and drains once a step, a virtual stage at a time
     bubble = (compute + again) * (p.pipeline - 1) / (p.virtual * micro_batches)
 
@@ -85,6 +86,12 @@ def estimate(config: Config, world: int, gpus_per_node: int = 8) -> StepTime:
         seconds(staged, p.tensor * p.context * p.pipeline, crossings),
         seconds(hidden * reduced, world, 2),
     )
+
+
+def _share_again(config: Config, rank: int) -> float:
+    """The share of a pipeline rank's layers whose forward the backward runs again."""
+    layers, t = memory.layers_of_rank(config, rank), config.train
+    return sum(computed_again(t.recompute, t.recompute_layers, i) for i in layers) / max(1, len(layers))
 
 
 def _context_bytes(config: Config, pattern: str, micro_batches: int) -> float:

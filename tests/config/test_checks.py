@@ -75,6 +75,22 @@ VALUES = {
     "a zero stage that does not exist": (["engine=deepspeed", "engine.zero_stage=4"], "1, 2 or 3"),
     "a profile that is no range": (["train.profile=10"], "START:STOP"),
     "offload of what is not recomputed": (["train.activations.layer_inputs=offload"], "type train.recompute=full"),
+    "layers computed again under none": (["train.recompute_layers=4"], "type train.recompute=unit"),
+    "layers computed again under selective": (
+        ["train.recompute=selective", "train.recompute_layers=4"],
+        "train.recompute=selective does so with none",
+    ),
+    "half of a unit": (
+        ["train.recompute=unit", "train.recompute_layers=6"],
+        "type train.recompute_layers=4 or train.recompute_layers=8",
+    ),
+    "less than a unit": (["train.recompute=unit", "train.recompute_layers=3"], "type train.recompute_layers=4"),
+    "no layers computed again": (
+        ["train.recompute=full", "train.recompute_layers=0"],
+        "type train.recompute=none train.recompute_layers=null, or at least train.recompute_layers=1",
+    ),
+    "a negative number of layers": (["train.recompute=unit", "train.recompute_layers=-4"], "train.recompute_layers=4"),
+    "more layers than there are": (["train.recompute=unit", "train.recompute_layers=12"], "exceeds the 9 layers"),
     "recomputing twice": (
         ["train.activations.units=recompute", "train.recompute=full"],
         "train.activations.units=auto",
@@ -187,6 +203,13 @@ def test_every_choice_passes_the_checks(key: str) -> None:
     needed = ["train.recompute=full"] if key == "train.activations.layer_inputs" else []
     for word in CHOICES[key]:
         assert checked([f"{key}='{word}'", *needed])
+
+
+@pytest.mark.parametrize(("mode", "numbers"), [("unit", (4, 8, 9)), ("full", (1, 3, 9))])
+def test_layers_computed_again_end_with_a_region_or_with_the_model(mode: str, numbers: tuple[int, ...]) -> None:
+    for number in numbers:
+        config = checked([f"train.recompute={mode}", f"train.recompute_layers={number}"])
+        assert config.train.recompute_layers == number
 
 
 def test_every_ranged_key_exists() -> None:

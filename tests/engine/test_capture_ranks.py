@@ -48,10 +48,12 @@ CONTEXT = {"train.micro_batch": 1, "train.cuda_graphs": "step"}
     [
         (2, {"context": 2}, CONTEXT),
         *(pytest.param(*case, marks=pytest.mark.ops) for case in
-          ((2, {"context": 2}, {**CONTEXT, "train.recompute": "unit"}), (4, {"context": 4}, CONTEXT),
+          ((2, {"context": 2}, {**CONTEXT, "train.recompute": "unit"}),
+           (2, {"context": 2}, {**CONTEXT, "train.recompute": "unit", "train.recompute_layers": 4}),
+           (4, {"context": 4}, CONTEXT),
            (4, {"context": 2, "tensor": 2}, CONTEXT), (4, {"context": 2, "pipeline": 2}, CONTEXT))),
     ],
-    ids=["CP2", "CP2, units computed again", "CP4", "CP2 TP2", "CP2 PP2"],
+    ids=["CP2", "CP2, units computed again", "CP2, one of three units computed again", "CP4", "CP2 TP2", "CP2 PP2"],
 )  # fmt: skip
 def test_a_context_parallel_step_on_fixed_buffers_is_the_step_to_the_last_bit(
     world: int, sizes: dict[str, Any], overrides: dict[str, Any]

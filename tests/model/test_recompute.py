@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -29,9 +30,12 @@ def build(
     attention_residuals: str = "block",
     dtype: torch.dtype = torch.float32,
     activations: dict[str, str] | None = None,
+    layers: int | None = None,
 ) -> K3Model:
     model = dataclasses.replace(tiny_model(), attention_residuals=attention_residuals)
-    ctx = make_context(model, layout, dtype, torch.device("cpu"), recompute=recompute, activations=activations)
+    ctx = make_context(
+        model, layout, dtype, torch.device("cpu"), recompute=recompute, recompute_layers=layers, activations=activations
+    )
     built = build_chunks(ctx, chunks_of_rank(model, layout.sizes, 0, None), seed=0)[0].train()
     initialize_parameters(built, layout, seed=5)
     with torch.no_grad():  # queries that act
@@ -94,6 +98,31 @@ def test_each_mode_keeps_less_than_the_one_before(one_rank: Layout) -> None:
     assert kept["selective"] < 0.75 * kept["none"]
     assert kept["full"] < 0.25 * kept["none"]
     assert kept["unit"] < kept["full"]
+
+
+@pytest.mark.parametrize("residuals", ["block", "full", "off"])
+@pytest.mark.parametrize(("mode", "layers"), [("unit", 4), ("unit", 8), ("full", 3)], ids=str)
+def test_only_the_first_layers_run_again_and_bits_stay(
+    one_rank: Layout, mode: str, layers: int, residuals: str
+) -> None:
+    want = run(build(one_rank, "none", residuals), steps=2)
+    model, calls = build(one_rank, mode, residuals, layers=layers), Counter[int]()
+    for layer in model.layers.values():
+        layer.register_forward_hook(lambda layer, *_: calls.update([layer.index]))
+    got = run(model, steps=2)
+    assert calls == {i: 2 * (2 if i < layers else 1) for i in range(9)}
+    assert torch.equal(got["losses"], want["losses"])
+    assert {n for n, g in got["gradients"].items() if g is None or not torch.equal(g, want["gradients"][n])} == set()
+    for layer, load in want["load"].items():
+        assert torch.equal(got["load"][layer], load), layer
+        assert torch.equal(got["counts"][layer], want["counts"][layer]), layer
+
+
+def test_every_unit_that_is_kept_adds_what_its_layers_keep(one_rank: Layout) -> None:
+    kept = [run(build(one_rank, "unit", layers=layers))["kept"] for layers in (9, 8, 4)]
+    assert kept[0] == run(build(one_rank, "unit"))["kept"]
+    assert kept == sorted(kept) and kept[2] < run(build(one_rank, "none"))["kept"]
+    assert kept[2] - kept[1] > 2 * (kept[1] - kept[0]), "four layers against one"
 
 
 def test_statistics_are_recorded_once(one_rank: Layout) -> None:

@@ -179,11 +179,13 @@ class WholeSlice(TorchDispatchMode):
         return out
 
 
-def kda_backward(bounds: list[int], recompute: str = "none") -> tuple[dict[str, int], int]:
-    """What the backward of `kda_attention` does to whole slices, and how many summaries this rank computed."""
+def kda_backward(
+    bounds: list[int], recompute: str = "none", recompute_layers: int | None = None
+) -> tuple[dict[str, int], int]:
+    """What the backward of layer 4's `kda_attention` does to whole slices, and how many summaries this rank computed."""
     ctx, _ = contexts()
-    ctx.recompute = recompute
-    layer = initialized(KDA(ctx, 0), ctx)
+    ctx.recompute, ctx.recompute_layers = recompute, recompute_layers
+    layer = initialized(KDA(ctx, 4), ctx)
     length = bounds[-1] // ctx.layout.cp.size()
     widths = [layer.heads * layer.head_dim] * 4 + [layer.heads]  # q, k, v, z and beta
     projected = [torch.randn(length, width, requires_grad=True) * 1 for width in widths]

@@ -113,21 +113,34 @@ def test_a_short_document_over_a_border_adds_no_work_on_whole_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "recompute", "times"),
+    ("bounds", "recompute", "layers", "times"),
     [
-        ([0, 75, 200], "none", 1),
-        ([0, 74, 200], "none", 2),
-        ([0, 200], "none", 2),
-        ([0, 200], "selective", 2),
-        ([0, 200], "unit", 1),
-        ([0, 200], "full", 1),
+        ([0, 75, 200], "none", None, 1),
+        ([0, 74, 200], "none", None, 2),
+        ([0, 200], "none", None, 2),
+        ([0, 200], "selective", None, 2),
+        ([0, 200], "unit", None, 1),
+        ([0, 200], "full", None, 1),
+        ([0, 200], "unit", 8, 1),
+        ([0, 200], "unit", 4, 2),
     ],
-    ids=["a quarter of the slice", "more", "all", "all, selective", "all, in units", "all, in full"],
+    ids=[
+        "a quarter of the slice",
+        "more",
+        "all",
+        "all, selective",
+        "all, in units",
+        "all, in full",
+        "all, in its unit",
+        "all, in a unit that is kept",
+    ],
 )
 def test_a_summary_is_made_again_in_the_backward_where_that_saves_memory(
-    bounds: list[int], recompute: str, times: int
+    bounds: list[int], recompute: str, layers: int | None, times: int
 ) -> None:
-    (_, first), (_, last) = pool(2).run(f"{CASES}:kda_backward", bounds=bounds, recompute=recompute)
+    (_, first), (_, last) = pool(2).run(
+        f"{CASES}:kda_backward", bounds=bounds, recompute=recompute, recompute_layers=layers
+    )
     assert (first, last) == (times, 0)
 
 

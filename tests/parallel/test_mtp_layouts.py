@@ -17,6 +17,7 @@ LAYOUTS: list[Case] = [
 ]
 FURTHER: list[Case] = [  # with -m ops
     (2, {"pipeline": 2}, {}),
+    (2, {"data": 2}, {"train.recompute": "full", "train.recompute_layers": 5}),  # the further layer is kept
     (2, {"data": 2}, {"optim.qk_clip": 0.45}),
     (4, {"pipeline": 2, "expert": 2, "transport": "padded"}, {}),
     (4, {"context": 2, "tensor": 2}, {"train.micro_batch": 1, "train.recompute": "unit"}),

@@ -30,6 +30,9 @@ def changed(config: Config, **values: Any) -> Config:
 
 
 PROXY = ("experiment=k3_proxy",)
+LONG = (
+    "model=k3_proxy", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.recompute=unit",
+)  # fmt: skip
 
 
 def test_weights_of_one_rank_are_all_parameters() -> None:
@@ -68,6 +71,48 @@ def test_recomputation_and_shorter_streams_hold_less() -> None:
     assert memory.activations(fp8) < sizes[1] < sizes[0], "copies of a byte take less than two of three whole tensors"
     half = memory.activations(changed(base(*PROXY), train__seq_length=2048))
     assert half == pytest.approx(memory.activations(base(*PROXY)) / 2)
+
+
+def test_fewer_layers_computed_again_hold_more_and_take_less_time() -> None:
+    unit = changed(base(*PROXY), train__recompute="unit")
+    trials = [
+        unit,
+        *(changed(unit, train__recompute_layers=n) for n in (13, 12, 8, 4)),
+        changed(unit, train__recompute="none"),
+    ]
+    held = [memory.activations(trial) for trial in trials]
+    assert held == sorted(held) and held[1] == held[0] and held[3] < held[4] < held[5]
+    assert held[2] == held[0], "the last unit, of one layer, has gone before the fullest unit is made again"
+    each = held[5] / 13
+    assert held[3] - held[0] < 1.5 * each, "one layer more than the unit that is made again"
+    seconds = [time.estimate(trial, 1).recompute for trial in trials]
+    assert seconds == pytest.approx([seconds[0] * n / 13 for n in (13, 13, 12, 8, 4, 0)])
+
+
+def test_stages_behind_the_last_recomputed_layer_compute_nothing_again() -> None:
+    staged = changed(base(*PROXY), train__recompute="unit", parallel__pipeline=2, optim__name="adamw")
+    fewer = changed(staged, train__recompute_layers=4)
+    none = changed(staged, train__recompute="none")
+    first, last = memory.layers_of_rank(staged, 0), memory.layers_of_rank(staged, 1)
+    assert first[-1] >= 4 and last[0] > 4
+    assert memory.activations(fewer, rank=1) == memory.activations(none, rank=1)
+    assert memory.activations(staged, rank=0) < memory.activations(fewer, rank=0) < memory.activations(none, rank=0)
+    slowest = 4 / len(first)
+    assert time.estimate(fewer, 2).recompute == pytest.approx(slowest * time.estimate(staged, 2).recompute)
+
+
+def test_the_plan_names_the_fewest_layers_to_compute_again(capsys: pytest.CaptureFixture[str]) -> None:
+    long = base(*LONG)
+    less = layout.less_recomputed(long, 1)
+    assert less is not None and less.config.train.recompute_layers == 8
+    checks.check(less.config, 1)
+    assert less.seconds < time.estimate(long, 1).total and less.gigabytes > memory.estimate(long, 1).total / 1e9
+    assert layout.less_recomputed(less.config, 1) is None
+    assert base(*LONG, "train.recompute_layers=8").train == less.config.train, "it can be typed"
+    short = layout.less_recomputed(changed(long, train__seq_length=4096), 1)
+    assert short is not None and short.config.train.recompute == "none"
+    command.plan(long)
+    assert "`train.recompute_layers=8` fits too" in capsys.readouterr().out
 
 
 def test_slots_of_the_experts_exchange_take_their_capacity_and_never_more_than_the_worst_case() -> None:

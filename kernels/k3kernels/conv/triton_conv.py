@@ -6,7 +6,8 @@ carries the three input gradients that are still incomplete. dweight is summed p
 blocks afterwards: bitwise the same in every run.
 
 Only a document's first W - 1 tokens see its initial state, or fewer than W inputs. A block decides by one scalar whether it
-has such a token; the others, nearly all, walk without asking where documents begin. States lie as [N, W-1, C] here,
+has such a token; the others, nearly all, walk without asking where documents begin. Both spell their multiply-adds out: left
+to a compiler, which product of a sum is fused differs between the two, and with it the last bit. States lie as [N, W-1, C] here,
 neighbouring channels beside each other: scattered addresses would take registers from every block.
 """
 
@@ -109,9 +110,9 @@ def _forward_rows(
         at = inside & live
         x = tl.load(x_ptr + tl.cast(t, tl.int64) * st + channel, mask=at, other=0.0).to(tl.float32)
         state = s_ptr + document * C * (W - 1)
-        acc = tap0 * x + tap1 * _reach(p1, state, C, channel, at, t, start, 1, W, STATE, NEAR)
-        acc += tap2 * _reach(p2, state, C, channel, at, t, start, 2, W, STATE, NEAR)
-        acc += tap3 * _reach(p3, state, C, channel, at, t, start, 3, W, STATE, NEAR)
+        acc = tl.fma(tap1, _reach(p1, state, C, channel, at, t, start, 1, W, STATE, NEAR), tap0 * x)
+        acc = tl.fma(tap2, _reach(p2, state, C, channel, at, t, start, 2, W, STATE, NEAR), acc)
+        acc = tl.fma(tap3, _reach(p3, state, C, channel, at, t, start, 3, W, STATE, NEAR), acc)
         y = acc * _sigmoid(acc)
         tl.store(y_ptr + tl.cast(t, tl.int64) * C + channel, y.to(y_ptr.dtype.element_ty), mask=at)
         p3 = p2
@@ -195,14 +196,14 @@ def _backward_rows(
         r1 = _reach(p1, state, C, channel, at, t, start, 1, W, STATE, NEAR)
         r2 = _reach(p2, state, C, channel, at, t, start, 2, W, STATE, NEAR)
         r3 = _reach(p3, state, C, channel, at, t, start, 3, W, STATE, NEAR)
-        acc = tap0 * x + tap1 * r1 + tap2 * r2 + tap3 * r3
+        acc = tl.fma(tap3, r3, tl.fma(tap2, r2, tl.fma(tap1, r1, tap0 * x)))
         s = _sigmoid(acc)
-        da = dy * s * (1.0 + acc * (1.0 - s))
+        da = dy * s * tl.fma(acc, 1.0 - s, 1.0)
         own = tl.where(i < BT, da, 0.0)
-        dw_0 += own * x
-        dw_1 += own * r1
-        dw_2 += own * r2
-        dw_3 += own * r3
+        dw_0 = tl.fma(own, x, dw_0)
+        dw_1 = tl.fma(own, r1, dw_1)
+        dw_2 = tl.fma(own, r2, dw_2)
+        dw_3 = tl.fma(own, r3, dw_3)
         if STATE and NEAR:
             place = t - start
             to = ds_ptr + (document * (W - 1) + place) * (W - 1) * C + channel
@@ -214,14 +215,14 @@ def _backward_rows(
                     tap = tap3
                 slot = W - 1 - lag + place
                 tl.store(to + slot * C, own * tap, mask=at & (i < BT) & (place < lag))
+        da1, da2, da3 = da, da, da
         if NEAR:
-            e1 += tl.where(t - 1 >= start, tap1 * da, 0.0)
-            e2 += tl.where(t - 2 >= start, tap2 * da, 0.0)
-            e3 += tl.where(t - 3 >= start, tap3 * da, 0.0)
-        else:
-            e1 += tap1 * da
-            e2 += tap2 * da
-            e3 += tap3 * da
+            da1 = tl.where(t - 1 >= start, da, 0.0)
+            da2 = tl.where(t - 2 >= start, da, 0.0)
+            da3 = tl.where(t - 3 >= start, da, 0.0)
+        e1 = tl.fma(tap1, da1, e1)
+        e2 = tl.fma(tap2, da2, e2)
+        e3 = tl.fma(tap3, da3, e3)
         done = inside & (i >= 3) & (t - 3 < T)
         tl.store(d_ptr + (row - 3) * C + channel, e3.to(d_ptr.dtype.element_ty), mask=done)
         if PEAK:  # zero past the ends; in front are the unfinished rows of another block
