@@ -104,6 +104,9 @@ ARMS: dict[str, list[str]] = {
     "stock_long_whole": [
         "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.cuda_graphs=none"
     ],
+    "stock_long_eight": [  # megatron's way to recompute the first eight layers only
+        "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.cuda_graphs=none"
+    ],
     "plain": ["model.backend=torch", "train.cuda_graphs=none", "train.micro_batch=2"],
 }  # fmt: skip
 """What each arm overrides. The base is model=k3_proxy with AdamW."""
@@ -169,9 +172,8 @@ def make_engine(config: Any, arm: str = "base") -> Any:
     if arm.startswith("stock"):
         import stock
 
-        made = stock.StockEngine(
-            config, layout, device, packed="whole" not in arm, recompute="full" if "long" in arm else "none"
-        )
+        recompute = "none" if "long" not in arm else "eight" if "eight" in arm else "full"
+        made = stock.StockEngine(config, layout, device, packed="whole" not in arm, recompute=recompute)
         print(stock.describe(config.model, made.shape, config.train.seq_length), flush=True)
         return made
     return MegatronEngine(config, layout, device)

@@ -29,6 +29,7 @@ from torch import nn
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "eight": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 8},
 }
 ROUND = 64
 """The shared expert's width is a multiple of this."""

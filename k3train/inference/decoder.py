@@ -13,6 +13,7 @@ from torch import nn
 
 from k3kernels.conv import short_convolution
 from k3kernels.conv.step import short_convolution_step_qkv
+from k3kernels.gated_mla import sigmoid_gate
 from k3kernels.kda import kda
 from k3kernels.kda.recurrent import kda_decode
 from k3kernels.latent_attention import latent_attention
@@ -199,7 +200,7 @@ class Step:
         out = self._absorbed(layer, kept, q, latent) if self.one_each else self._expanded(layer, kept, q, latent)
         out = out.reshape(x.shape[0], -1)
         if gate is not None:
-            out = out * torch.sigmoid(gate)
+            out = sigmoid_gate(out, gate)
         return layer.o_proj(out.to(x.dtype))
 
     def _expanded(self, layer: GatedMLA, kept: LatentCache, q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:

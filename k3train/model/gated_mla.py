@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from k3kernels.gated_mla import assemble_keys, sigmoid_gate
 from k3train.model.attention_logits import largest_logits
 from k3train.model.context import ModelContext, PackedStream
 from k3train.model.parameters import split_by_heads
@@ -72,8 +73,8 @@ class GatedMLA(nn.Module):
         """Latents [S, kv_lora_rank + shared_dim] -> keys [S, H, key_dim], values [S, H, v_dim] of this rank's heads."""
         mla = self.ctx.model.mla
         c, shared = latent.split([mla.kv_lora_rank, mla.shared_dim], dim=-1)
-        k, v = self.kv_b_proj(c).view(-1, self.heads, mla.nope_dim + mla.v_dim).split([mla.nope_dim, mla.v_dim], dim=-1)
-        return torch.cat([k, shared[:, None].expand(-1, self.heads, -1)], dim=-1), v
+        kv = self.kv_b_proj(c).view(-1, self.heads, mla.nope_dim + mla.v_dim)
+        return assemble_keys(kv, shared, mla.nope_dim)
 
     def watch(self, q: torch.Tensor, k: torch.Tensor, documents: torch.Tensor | None = None) -> None:
         """Note down the largest logits of queries q [n, H, K] that are the last n positions of keys k [m, H, K]."""
@@ -105,7 +106,7 @@ class GatedMLA(nn.Module):
         out = out.reshape(out.shape[0], -1)
         if gate is not None:
             return consumed(
-                self.ctx, "gates", lambda o, gate: (o * torch.sigmoid(gate)).to(x.dtype), out, gate,
-                by=self.o_proj, elsewhere=(out,),  # attention keeps its output
+                self.ctx, "gates", sigmoid_gate, out, gate, by=self.o_proj, fused=out.is_cuda,
+                elsewhere=(out,),  # attention keeps its output
             )  # fmt: skip
         return self.o_proj(out.to(x.dtype))

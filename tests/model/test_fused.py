@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
-from k3train.model import attention_residuals, build
+from k3kernels.gated_mla import assemble_keys, sigmoid_gate
+from k3train.model import attention_residuals, build, recompute
 from k3train.model.context import PackedStream
 from k3train.model.k3 import K3Model
 from k3train.parallel.layout import Layout, Sizes
@@ -132,3 +134,40 @@ def test_the_chunked_loss_is_that_of_whole_logits(one_rank: Layout, weighted: bo
     differences = off(found[1], found[0])
     assert differences["losses"] < 1e-6
     assert max(differences.values()) < 1e-5, max(differences.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_gated_mla_through_its_kernels(one_rank: Layout, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    want = run(build_model(one_rank, mode))
+    for function in (assemble_keys, sigmoid_gate):
+        kernel = functools.partial(function, backend="triton")
+        monkeypatch.setattr(f"k3train.model.gated_mla.{function.__name__}", kernel)
+    got = run(build_model(one_rank, mode))
+    differences = off(got, want)
+    assert max(differences.values()) < 1e-5, max(differences.items(), key=lambda item: item[1])
+    assert got["kept"] <= want["kept"]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "fp8"])
+def test_the_gate_kernel_under_each_policy(one_rank: Layout, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(recompute, "SMALLEST_IN_FP8", 0)
+    ctx = build_model(one_rank, "none", activations={"gates": policy}).ctx
+    generator = torch.Generator().manual_seed(0)
+    o, gate, weight = (torch.randn(n, 64, generator=generator, requires_grad=True) for n in (5, 5, 3))
+    kernel = functools.partial(sigmoid_gate, backend="triton")
+    results: list[torch.Tensor] = []
+
+    def product(y: torch.Tensor) -> torch.Tensor:
+        results.append(y)
+        return torch.nn.functional.linear(y, weight)
+
+    out = recompute.consumed(ctx, "gates", kernel, o, gate, by=product, fused=True, elsewhere=(o,))
+    assert (results[0].untyped_storage().size() == 0) == (policy == "recompute")
+    plain = torch.nn.functional.linear(o * torch.sigmoid(gate), weight)
+    torch.testing.assert_close(out, plain)
+    found, wanted = (torch.autograd.grad(y.square().sum(), (o, gate, weight)) for y in (out, plain))
+    for a, b in zip(found, wanted):
+        error = float((a - b).norm() / b.norm())
+        assert 1e-3 < error < 0.06 if policy == "fp8" else error < 1e-6

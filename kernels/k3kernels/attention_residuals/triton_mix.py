@@ -21,6 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3kernels.peaks import PEAKS
+from k3kernels.triton_peaks import neighbours_peak, raise_peak
+
 PROGRAMS = 1056  # of the backward: 8 for each of an H100's 132 multiprocessors; fixed, since it fixes the order of sums
 COLUMNS = 512  # of a tile of `collect`
 INTERPRETED = tl.constexpr(
@@ -114,12 +117,14 @@ def first_phase_kernel(
 
 @triton.jit
 def forward_kernel(
-    bank, partial_ptr, key_ptr, state_ptr, top_ptr, sum_ptr, norm_ptr, out_ptr, scores_ptr, lse_ptr, rows, eps, norm_eps,
+    bank, partial_ptr, key_ptr, state_ptr, top_ptr, sum_ptr, norm_ptr, out_ptr, scores_ptr, lse_ptr, peak_ptr, rows, eps,
+    norm_eps,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PARTIAL: tl.constexpr, RESUME: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). bank: N of [rows, D], and one more with PARTIAL; key fp32 [D]; out [rows, D]; lse fp32
-    [rows]; scores fp32 [rows, N + PARTIAL, 2]. RESUME: the bank's part comes from `first_phase_kernel`."""
+    [rows]; scores fp32 [rows, N + PARTIAL, 2]. RESUME: the bank's part comes from `first_phase_kernel`. peak fp32
+    [SLOTS] of out, or None."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     inside = column < D
@@ -172,26 +177,30 @@ def forward_kernel(
         w = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
         out = (x * r).to(out_ptr.dtype.element_ty).to(tl.float32) * w
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if peak_ptr is not None:  # outside it is zero
+        raise_peak(peak_ptr, tl.abs(out.to(tl.float32)), out_ptr.dtype.element_ty)
     tl.store(lse_ptr + row, top + tl.log(total))
 
 
 @triton.jit
 def backward_kernel(
     bank, partial_ptr, key_ptr, norm_ptr, scores_ptr, lse_ptr, grad_ptr, grad_partial_ptr, out_partial_ptr, g_ptr, numbers_ptr,
-    grad_key_ptr, grad_norm_ptr, rows, norm_eps,
+    grad_key_ptr, grad_norm_ptr, peak_ptr, rows, norm_eps,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,); program i does rows i, i + programs, ....
 
     bank: N of [rows, D]; numbers fp32 [rows, N, 3]: weight, factor of the key, factor of the source; grad_key,
-    grad_norm fp32 [programs, D].
+    grad_norm fp32 [programs, D]. peak fp32 [SLOTS] of out_partial, or None.
     """
     column = tl.arange(0, BD)
     inside = column < D
     key = tl.load(key_ptr + column, mask=inside, other=0.0)
     grad_key = tl.zeros([BD], tl.float32)
     grad_norm = tl.zeros([BD], tl.float32)
+    EACH: tl.constexpr = min(8, BD)
+    peak = tl.zeros([BD // EACH], tl.float32)
     kind = grad_ptr.dtype.element_ty
     S: tl.constexpr = N + PARTIAL
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -250,6 +259,10 @@ def backward_kernel(
                 if ADD:
                     own += later.to(tl.float32)
                 tl.store(out_partial_ptr + at, own.to(kind), mask=inside)
+                if peak_ptr is not None:  # outside it is zero
+                    peak = tl.maximum(peak, neighbours_peak(own, EACH))
+    if peak_ptr is not None:
+        raise_peak(peak_ptr, peak, kind)
     place = tl.program_id(0).to(tl.int64) * D + column
     tl.store(grad_key_ptr + place, grad_key, mask=inside)
     if NORM:
@@ -306,20 +319,23 @@ def forward_triton(
     output_eps: float, state: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """bank n of [T, d], partial [T, d] -> (normed) mix [T, d], scores and 1 / rms of the sources fp32 [T, n, 2] (n + 1
-    with a partial), lse fp32 [T]. state: what `first_phase` left of this query, with a partial only."""
+    with a partial), lse fp32 [T]. state: what `first_phase` left of this query, with a partial only. The peak of a normed
+    mix, which products read, is noted."""
     rows, width = bank[0].shape
     out = torch.empty_like(bank[0])
     lse = torch.empty(rows, dtype=torch.float32, device=out.device)
     scores = lse.new_empty(rows, len(bank) + (partial is not None), 2)
     acc, top, total, scores = (out, lse, lse, scores) if state is None else state
+    peak = None if output_weight is None else PEAKS.slots(out.device)
     if rows:
         BD, warps = _tile(width)
         forward_kernel[(rows,)](
             bank, out if partial is None else partial, key, acc, top, total,
-            key if output_weight is None else output_weight, out, scores, lse, rows, eps, output_eps, N=len(bank), D=width,
-            BD=BD, PARTIAL=int(partial is not None), RESUME=state is not None, NORM=output_weight is not None,
+            key if output_weight is None else output_weight, out, scores, lse, peak, rows, eps, output_eps, N=len(bank),
+            D=width, BD=BD, PARTIAL=int(partial is not None), RESUME=state is not None, NORM=output_weight is not None,
             num_warps=warps,
         )  # fmt: skip
+    PEAKS.note(out, peak)
     return out, scores, lse
 
 
@@ -343,20 +359,24 @@ def backward_triton(
     bank: tuple[Tensor, ...], partial: Tensor | None, key: Tensor, output_weight: Tensor | None,
     output_eps: float, scores: Tensor, lse: Tensor, grad: Tensor, grad_partial: Tensor | None, g: Tensor, numbers: Tensor,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """Fills g [T, d] and numbers fp32 [T, n, 3]; returns the gradients of partial, key and output_weight (fp32)."""
+    """Fills g [T, d] and numbers fp32 [T, n, 3]; returns the gradients of partial, key and output_weight (fp32).
+    The peak of the first, which is the gradient of a product's output too, is noted."""
     rows, width = grad.shape
     normed = output_weight is not None
     own = None if partial is None else torch.empty_like(partial)
     BD, warps = _tile(width)
     programs = min(rows, PROGRAMS)
     sums = torch.empty(1 + normed, programs, width, dtype=torch.float32, device=grad.device)
+    peak = None if own is None else PEAKS.slots(grad.device)
     if rows:
         backward_kernel[(programs,)](
             bank, grad if partial is None else partial, key, key if output_weight is None else output_weight, scores, lse,
             grad, grad if grad_partial is None else grad_partial, grad if own is None else own, g, numbers, sums[0],
-            sums[-1], rows, output_eps, N=len(bank), D=width, BD=BD, PARTIAL=int(partial is not None),
+            sums[-1], peak, rows, output_eps, N=len(bank), D=width, BD=BD, PARTIAL=int(partial is not None),
             ADD=grad_partial is not None, NORM=normed, num_warps=warps,
         )  # fmt: skip
+    if own is not None:
+        PEAKS.note(own, peak)
     totals = sums.sum(1)
     return own, totals[0], totals[1] if normed else None
 

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3kernels.peaks import PEAKS
+from k3kernels.triton_peaks import neighbours_peak, raise_peak
+
 PROGRAMS = 1056  # of the backward: 8 for each of an H100's 132 SMs; fixed, since it fixes the order of dweight's sum
 TILE = 4096  # elements a program holds at a time
 
@@ -22,9 +25,9 @@ def _sigmoid(x):
 
 @triton.jit
 def forward_kernel(
-    o_ptr, gate_ptr, weight_ptr, y_ptr, rows, eps, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr
+    o_ptr, gate_ptr, weight_ptr, y_ptr, peak_ptr, rows, eps, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
-    """Grid (ceil(rows / BR),); all tensors [rows, V] contiguous."""
+    """Grid (ceil(rows / BR),); all tensors [rows, V] contiguous. peak fp32 [SLOTS] of y, or None."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BV)
     at = row[:, None] * V + column[None, :]
@@ -35,18 +38,23 @@ def forward_kernel(
     r = 1.0 / tl.sqrt(tl.sum(o * o, 1) / V + eps)
     y = o * r[:, None] * weight[None, :] * _sigmoid(gate)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if peak_ptr is not None:  # outside it is zero
+        raise_peak(peak_ptr, tl.abs(y), y_ptr.dtype.element_ty)
 
 
 @triton.jit
 def backward_kernel(
-    o_ptr, gate_ptr, weight_ptr, dy_ptr, do_ptr, dgate_ptr, dweight_ptr, rows, eps, blocks,
+    o_ptr, gate_ptr, weight_ptr, dy_ptr, do_ptr, dgate_ptr, dweight_ptr, peak_ptr, rows, eps, blocks,
     V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,); program i does blocks i, i + programs, ... of BR rows; dweight [programs, V]."""
+    """Grid (programs,); program i does blocks i, i + programs, ... of BR rows; dweight [programs, V].
+    peak fp32 [SLOTS] of dgate, or None."""
     column = tl.arange(0, BV)
     in_v = column < V
     weight = tl.load(weight_ptr + column, mask=in_v, other=0.0).to(tl.float32)
     dweight = tl.zeros([BV], tl.float32)
+    EACH: tl.constexpr = min(8, BR * BV)
+    peak = tl.zeros([BR * BV // EACH], tl.float32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         row = tl.cast(block, tl.int64) * BR + tl.arange(0, BR)
         at = row[:, None] * V + column[None, :]
@@ -63,6 +71,10 @@ def backward_kernel(
         do = (dn - n * (tl.sum(dn * n, 1) / V)[:, None]) * r[:, None]
         tl.store(do_ptr + at, do.to(do_ptr.dtype.element_ty), mask=inside)
         tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+        if peak_ptr is not None:  # outside it is zero
+            peak = tl.maximum(peak, neighbours_peak(dgate, EACH))
+    if peak_ptr is not None:
+        raise_peak(peak_ptr, peak, dgate_ptr.dtype.element_ty)
     tl.store(dweight_ptr + tl.program_id(0).to(tl.int64) * V + column, dweight, mask=in_v)
 
 
@@ -83,9 +95,13 @@ class TritonGatedRMSNorm(torch.autograd.Function):
         y = torch.empty_like(o)
         V = o.shape[-1]
         BV, BR = _blocks(V)
+        peak = PEAKS.slots(o.device)
         if o.numel():
             rows = o.numel() // V
-            forward_kernel[(triton.cdiv(rows, BR),)](o, gate, weight, y, rows, eps, V=V, BV=BV, BR=BR, num_warps=4)
+            forward_kernel[(triton.cdiv(rows, BR),)](
+                o, gate, weight, y, peak, rows, eps, V=V, BV=BV, BR=BR, num_warps=4
+            )  # fmt: skip
+        PEAKS.note(y, peak)
         return y
 
     @staticmethod
@@ -101,9 +117,11 @@ class TritonGatedRMSNorm(torch.autograd.Function):
         blocks = triton.cdiv(rows, BR)
         programs = min(blocks, PROGRAMS)
         partial = torch.empty(programs, V, dtype=torch.float32, device=o.device)
+        peak = PEAKS.slots(o.device)
         backward_kernel[(programs,)](
-            o, gate, weight, dy, do, dgate, partial, rows, ctx.eps, blocks, V=V, BV=BV, BR=BR, num_warps=4
+            o, gate, weight, dy, do, dgate, partial, peak, rows, ctx.eps, blocks, V=V, BV=BV, BR=BR, num_warps=4
         )
+        PEAKS.note(dgate, peak)  # do is no product's
         return do, dgate, partial.sum(0).to(weight.dtype), None
 
 
