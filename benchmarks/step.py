@@ -41,6 +41,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "data")]
 # the same chunk at the same time, so what counts is each chunk's slower rank, not the slowest stage of all.
 EVEN = "parallel.pipeline_layout='E K K K|F K K|K F K K|K F F L'"
 EVEN3 = "parallel.pipeline_layout='E K K|K F|K K|K F|K K K|F F L'"
+LONG = ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2"]
+EIGHT = ["train.recompute=unit", "train.recompute_layers=8"]
+CONTEXT_OVERLAP = [
+    "parallel.context=2", "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true", *LONG,
+]  # fmt: skip
 ARMS: dict[str, list[str]] = {
     "base": [],
     "balanced": [],
@@ -59,9 +64,10 @@ ARMS: dict[str, list[str]] = {
     "fp8_block": ["train.precision=fp8_block"],
     "fp8_current": ["train.precision=fp8_current"],
     "fp8_cached": ["train.precision=fp8_current", "train.fp8_cache_weights=true"],
-    "long": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
-             "train.recompute=unit", "train.cuda_graphs=none"],
-    "long_graphs": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.recompute=unit"],
+    "long": [*LONG, "train.recompute=unit", "train.cuda_graphs=none"],
+    "long_graphs": [*LONG, "train.recompute=unit"],
+    "long_eight": [*LONG, *EIGHT, "train.cuda_graphs=none"],
+    "long_graphs_eight": [*LONG, *EIGHT],
     "data2": ["parallel.data=2"],
     "data2_overlap": ["parallel.data=2", "parallel.overlap_grad_reduce=true"],  # the whole schedule in one graph
     "expert2": ["parallel.expert=2", "train.cuda_graphs=none"],
@@ -75,38 +81,24 @@ ARMS: dict[str, list[str]] = {
     "pipeline2_even": ["parallel.pipeline=2", "parallel.virtual=2", EVEN, "train.cuda_graphs=none"],
     "pipeline2_graphs": ["parallel.pipeline=2", "parallel.virtual=2", EVEN],
     "pipeline2_graphs3": ["parallel.pipeline=2", "parallel.virtual=3", EVEN3],
-    "context2_long": [
-        "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
-        "train.recompute=unit", "train.cuda_graphs=none",
-    ],
-    "context2_overlap": [
-        "parallel.context=2", "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true",
-        "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.recompute=unit",
-        "train.cuda_graphs=none",
-    ],
-    "context2_graphs": [
-        "parallel.context=2", "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
-        "train.recompute=unit",
-    ],
+    "context2_long": ["parallel.context=2", *LONG, "train.recompute=unit", "train.cuda_graphs=none"],
+    "context2_overlap": [*CONTEXT_OVERLAP, "train.recompute=unit", "train.cuda_graphs=none"],
+    "context2_long_none": [*CONTEXT_OVERLAP, "train.recompute=none", "train.cuda_graphs=none"],  # two GPUs have the room
+    "context2_graphs": ["parallel.context=2", *LONG, "train.recompute=unit"],
+    "context2_graphs_none": ["parallel.context=2", *LONG, "train.recompute=none"],
     "context2_graphs_overlap": [  # the whole schedule in one graph
-        "parallel.context=2", "parallel.overlap_grad_reduce=true", "train.seq_length=65536", "train.micro_batch=1",
-        "train.global_batch=2", "train.recompute=unit",
+        "parallel.context=2", "parallel.overlap_grad_reduce=true", *LONG, "train.recompute=unit",
     ],
     "context2_256k": [
         "parallel.context=2", "train.seq_length=262144", "train.micro_batch=1", "train.global_batch=1",
         "train.recompute=full", "train.cuda_graphs=none",
     ],
-    "long_whole": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2",
-                   "train.recompute=unit", "train.cuda_graphs=none"],
+    "long_whole": [*LONG, "train.recompute=unit", "train.cuda_graphs=none"],
     "stock": ["train.cuda_graphs=none"],
     "stock_whole": ["train.cuda_graphs=none"],
-    "stock_long": ["train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.cuda_graphs=none"],
-    "stock_long_whole": [
-        "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.cuda_graphs=none"
-    ],
-    "stock_long_eight": [  # megatron's way to recompute the first eight layers only
-        "train.seq_length=65536", "train.micro_batch=1", "train.global_batch=2", "train.cuda_graphs=none"
-    ],
+    "stock_long": [*LONG, "train.cuda_graphs=none"],
+    "stock_long_whole": [*LONG, "train.cuda_graphs=none"],
+    "stock_long_eight": [*LONG, "train.cuda_graphs=none"],  # megatron's way to recompute the first eight layers only
     "plain": ["model.backend=torch", "train.cuda_graphs=none", "train.micro_batch=2"],
 }  # fmt: skip
 """What each arm overrides. The base is model=k3_proxy with AdamW."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from k3kernels.conv import short_convolution
 from tests.kernels.helpers import assert_close
-from tests.kernels.test_triton_small_kernels import DEVICE, random
+from tests.kernels.test_triton_small_kernels import random
 
 BLOCK = 8
 CHANNELS = 5
@@ -65,8 +65,7 @@ def test_a_state_is_the_tokens_before_a_document(
     nothing = torch.zeros_like(states)
     y, dx, _ = run(in_front(states, x), weight, in_front(nothing, dy), longer, None)
     own = in_front(nothing, torch.ones_like(x))[0, :, 0].bool()  # the rows that are documents' own
-    assert torch.equal(actual[0], y[:, own])
-    # compiled, which multiply-adds of dx are fused depends on a row's place among the unrolled ones, which differs here
-    assert_close(
-        [actual[1]], [dx[:, own]], ["dx"], 0.0 if DEVICE == "cpu" else (1e-6 if dtype == torch.float32 else 5e-3)
-    )
+    # a row is by the branch for first tokens here and by the other there: both round every step alike
+    for name, got, want in (("y", actual[0], y[:, own]), ("dx", actual[1], dx[:, own])):
+        apart = (got - want).abs().max() / want.abs().max()
+        assert torch.equal(got, want), f"{name} differs by {float(apart):.1e} of its largest magnitude"
