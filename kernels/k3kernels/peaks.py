@@ -20,9 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 SLOTS = 32
 """Numbers a peak is spread over: programs of a kernel meet at different ones. The peak is the largest of them."""
 
-HELD = 16
-"""Notes; of more, the oldest are forgotten. The backward of a layer makes at most six (KDA: one of o_proj's output, one of
-the output gate, three of the convolutions), and a MoE layer's four lie between some of them and their products."""
+HELD = 32
+"""Notes; of more, the oldest are forgotten. The backward of a layer makes at most five that wait together (KDA: of o_proj's
+output, of the output gate, of q, k and v), and a unit of four layers computed again makes sixteen between a gradient's and
+the product that it enters."""
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest finite value."""
