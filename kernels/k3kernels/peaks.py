@@ -47,7 +47,7 @@ class Peaks:
         if slots is None or tensor.is_inference() or not tensor.is_contiguous():
             return
         storage = StorageWeakRef(tensor.untyped_storage())
-        place = storage.cdata, tensor.storage_offset()
+        place = storage.cdata, int(tensor.storage_offset())
         self._notes.pop(place, None)
         self._notes[place] = storage, _contents(tensor), slots
         if len(self._notes) > HELD:
@@ -61,7 +61,7 @@ class Peaks:
 
     def take(self, tensor: Tensor) -> Tensor | None:
         """The slots fp32 [SLOTS] noted for these very numbers; None where nobody noted them."""
-        found = self._notes.get((tensor.untyped_storage()._cdata, tensor.storage_offset()))
+        found = self._notes.get((tensor.untyped_storage()._cdata, int(tensor.storage_offset())))
         if found is None or not tensor.is_contiguous() or found[1] != _contents(tensor):
             return None
         return found[2]

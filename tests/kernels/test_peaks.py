@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from k3kernels.attention_residuals import DepthBlock, attention_residual
 from k3kernels.conv import short_convolution, short_convolution_qkv
+from k3kernels.norm import gated_rms_norm
 from k3kernels.peaks import HELD, LARGEST, PEAKS, SLOTS, peak_scale
+from k3kernels.situ import situ_glu, situ_glu_packed
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,6 +65,20 @@ def check(run: Run) -> None:
     assert all(peak_of(tensor) is None for tensor in plain)
 
 
+class _Noting(torch.autograd.Function):
+    """x twice, its gradient noted; `given` records the gradients that arrive."""
+
+    @staticmethod
+    def forward(ctx, x, given):  # type: ignore[no-untyped-def]
+        ctx.given = given
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.given.append((grad, peak_of(grad), float(grad.abs().max())))
+        return noted(grad * 2), None
+
+
 # Kernels that find peaks.
 
 
@@ -100,6 +117,90 @@ def test_one_convolution_of_a_batch() -> None:
     y, _ = short_convolution(x, weight, backend="triton")
     (dx,) = torch.autograd.grad(y.square().sum(), [x])
     assert peak_of(dx) == float(dx.abs().max())
+
+
+@DTYPES
+@pytest.mark.parametrize("packed", [False, True], ids=["two tensors", "one product's output"])
+@pytest.mark.parametrize(("N", "h"), [(7, 5), (3, 40), (2, 1030), (0, 8)], ids=str)
+def test_the_gated_unit_and_its_gradients(N: int, h: int, packed: bool, dtype: torch.dtype) -> None:
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        x = random(N, 2 * h, dtype=dtype).requires_grad_()
+        gate, up = (t.detach().requires_grad_() for t in x.chunk(2, -1))
+        dy = random(N, h, seed=1, dtype=dtype)
+        if packed:
+            y = situ_glu_packed(x, beta=4.0, linear_beta=25.0, backend="triton")
+            return [y], [*torch.autograd.grad(y, [x], dy)]
+        y = situ_glu(gate, up, beta=4.0, linear_beta=25.0, backend="triton")
+        return [y, *torch.autograd.grad(y, [gate, up], dy)], []
+
+    if N:
+        check(run)
+    else:
+        (y, *_), _ = run()
+        assert peak_of(y) == 0.0
+
+
+def test_units_with_scaled_rows_leave_the_book_to_others() -> None:
+    x, scale = random(6, 16).requires_grad_(), random(6).requires_grad_()
+    y = situ_glu(x[:, :8], x[:, 8:], beta=4.0, linear_beta=25.0, scale=scale, backend="triton")
+    found = torch.autograd.grad(y.sum(), [x, scale])
+    assert all(peak_of(t) is None for t in (y, *found))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 4, 32), (9, 5), (3000, 4)], ids=str)
+def test_the_gated_norm_and_the_gradient_of_its_gate(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [random(*shape, dtype=dtype), random(*shape, seed=1, dtype=dtype), random(shape[-1], seed=2)]
+        leaves = [x.requires_grad_() for x in leaves]
+        y = gated_rms_norm(*leaves, backend="triton")
+        do, dgate, dweight = torch.autograd.grad(y, leaves, random(*shape, seed=3, dtype=dtype))
+        return [y, dgate], [do, dweight]
+
+    check(run)
+
+
+@DTYPES
+@pytest.mark.parametrize("later", [False, True], ids=["last mix", "mixes behind it"])
+@pytest.mark.parametrize(("n", "T", "d"), [(1, 3, 16), (2, 5, 24), (5, 4, 33)], ids=str)
+def test_a_normed_mix_and_the_gradient_of_the_running_sum(
+    n: int, T: int, d: int, later: bool, dtype: torch.dtype
+) -> None:
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        sources = [random(T, d, seed=i, dtype=dtype).requires_grad_() for i in range(n)]
+        partial = random(T, d, seed=20, dtype=dtype).requires_grad_()
+        query, norm, out = (random(d, seed=30 + i, dtype=dtype).requires_grad_() for i in range(3))
+        block = DepthBlock(sources, backend="triton")
+        x, passed = block.mix(partial, query, norm, output_weight=out)
+        assert passed is not None
+        ends = [(x, random(T, d, seed=40, dtype=dtype)), (passed, random(T, d, seed=41, dtype=dtype))][: 1 + later]
+        ys, given = zip(*ends)
+        found = list(torch.autograd.grad(ys, [partial, *sources, query, norm, out], given))
+        return [x, found[0]], found[1:]
+
+    check(run)
+
+
+def test_a_mix_that_no_product_reads_has_no_peak() -> None:
+    sources = [random(4, 8, seed=i).requires_grad_() for i in range(2)]
+    x = attention_residual(sources, random(8, seed=3), random(8, seed=4), backend="triton")
+    assert peak_of(x) is None
+
+
+def test_both_products_in_front_of_a_sum_find_the_peak_of_its_gradient() -> None:
+    """As a KDA layer's o_proj does, and the shared and routed experts' last products."""
+    given: list[tuple[Tensor, float | None, float]] = []
+    x = random(6, 24).requires_grad_()
+    first, second, query, norm, out = (random(6, 24, seed=i).requires_grad_() for i in range(1, 6))
+    block = DepthBlock([x], backend="triton")
+    passed = None
+    for made in (first, second):
+        sublayer = _Noting.apply(made, given) + _Noting.apply(made * 3, given)
+        partial = sublayer if passed is None else passed + sublayer
+        y, passed = block.mix(partial, query[0], norm[0], output_weight=out[0])
+    y.square().sum().backward()
+    assert len(given) == 4
+    assert all(peak == largest for _, peak, largest in given)
 
 
 # The book.
@@ -166,20 +267,6 @@ def test_nothing_is_noted_without_peaks_nor_of_tensors_that_keep_no_count_of_cha
     assert PEAKS.slots(torch.device(DEVICE)) is None
     PEAKS.note(untold, None)
     PEAKS.note_each([untold], None)
-
-
-class _Noting(torch.autograd.Function):
-    """x twice, its gradient noted; `given` records the gradients that arrive."""
-
-    @staticmethod
-    def forward(ctx, x, given):  # type: ignore[no-untyped-def]
-        ctx.given = given
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        ctx.given.append((grad, peak_of(grad), float(grad.abs().max())))
-        return noted(grad * 2), None
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])

@@ -176,8 +176,11 @@ def forward_kernel(
         r = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + norm_eps)
         w = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
         out = (x * r).to(out_ptr.dtype.element_ty).to(tl.float32) * w
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
-    if peak_ptr is not None:  # outside it is zero
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=inside)
+    if (
+        peak_ptr is not None
+    ):  # outside it is zero; as rounded, because the product above is one of 16 bits where it can be
         raise_peak(peak_ptr, tl.abs(out.to(tl.float32)), out_ptr.dtype.element_ty)
     tl.store(lse_ptr + row, top + tl.log(total))
 

@@ -143,10 +143,10 @@ def _slots(x: Tensor, scale: Tensor | None, *tensors: int) -> Tensor | None:
 
 
 def backward_triton(
-    gate: Tensor, up: Tensor, scale: Tensor | None, dy: Tensor, dgate: Tensor, dup: Tensor, beta: float,
-    linear_beta: float | None, peak: Tensor | None,
+    gate: Tensor, up: Tensor, scale: Tensor | None, dy: Tensor, dgate: Tensor, dup: Tensor,
+    peak: Tensor | None, beta: float, linear_beta: float | None,
 ) -> Tensor | None:  # fmt: skip
-    """Fills dgate and dup [N, h], and their peaks fp32 [2, SLOTS]; returns dscale fp32 [N]."""
+    """Fills dgate and dup [N, h], and their peaks fp32 [2, SLOTS] unless None; returns dscale fp32 [N]."""
     rows, H = gate.shape
     dscale = None if scale is None else torch.empty(rows, dtype=torch.float32, device=gate.device)
     if gate.numel():
@@ -181,13 +181,15 @@ class TritonSiTU(torch.autograd.Function):
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         dup = torch.empty_like(dgate)
         peak = _slots(dy, scale, 2)
-        dscale = backward_triton(_rows(gate), _rows(up), scale, dy.contiguous(), dgate, dup, *ctx.betas, peak)
+        dscale = backward_triton(_rows(gate), _rows(up), scale, dy.contiguous(), dgate, dup, peak, *ctx.betas)
         PEAKS.note_each([dgate, dup], peak)
         return dgate, dup, None if dscale is None or scale is None else dscale.to(scale.dtype), None, None
 
 
 class TritonSiTUPacked(torch.autograd.Function):
-    """x [N, 2h], gate then up, scale [N] or None -> [N, h]; the gradient of x is written in place, never joined."""
+    """x [N, 2h], gate then up, scale [N] or None -> [N, h]; the gradient of x is written in place, never joined.
+
+    Of that gradient no peak is found."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, beta: float, linear_beta: float | None) -> Tensor:
@@ -201,7 +203,5 @@ class TritonSiTUPacked(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         (gate, up), (dgate, dup) = _rows(x).chunk(2, -1), dx.chunk(2, -1)
-        peak = _slots(dy, scale, 2)
-        dscale = backward_triton(gate, up, scale, dy.contiguous(), dgate, dup, *ctx.betas, peak)
-        PEAKS.note(dx, None if peak is None else peak.view(-1))
+        dscale = backward_triton(gate, up, scale, dy.contiguous(), dgate, dup, None, *ctx.betas)
         return dx, None if dscale is None or scale is None else dscale.to(scale.dtype), None, None
