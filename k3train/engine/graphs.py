@@ -27,7 +27,7 @@ import torch.distributed as dist
 from k3train.config.schema import ParallelConfig
 from k3train.engine.base import Batch
 from k3train.errors import EnvironmentError_
-from k3train.parallel.slices import Spans
+from k3train.parallel.slices import Spans, rounded_up
 
 SMALLEST = 8
 """Documents that the smallest graph has room for."""
@@ -46,7 +46,7 @@ def whole_schedule(parallel: ParallelConfig) -> bool:
 
 def room_for(documents: int) -> int:
     """A power of two of at least SMALLEST."""
-    return max(SMALLEST, 1 << (documents - 1).bit_length())
+    return rounded_up(documents, SMALLEST)
 
 
 def pad_documents(cu_seqlens: torch.Tensor, room: int | None = None) -> torch.Tensor:

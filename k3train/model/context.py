@@ -15,6 +15,7 @@ from k3train.config.activations import computed_again
 from k3train.config.schema import ModelConfig
 from k3train.parallel.expert_exchange import ExchangePlan
 from k3train.parallel.layout import Layout
+from k3train.parallel.slices import rounded_up
 
 if TYPE_CHECKING:
     from k3train.model.backend import Backend
@@ -92,7 +93,7 @@ class PackedStream:
             return most
         if "longest" not in self.cache:
             length = max(b - a for a, b in itertools.pairwise(self.bounds))
-            self.cache["longest"] = min(most, 1 << (length - 1).bit_length())
+            self.cache["longest"] = min(most, rounded_up(length))
         longest = self.cache["longest"]
         assert isinstance(longest, int)
         return longest

@@ -20,7 +20,7 @@ from k3kernels.kda import first_document_state, fold_segments
 from k3train.parallel import context_on_device
 from k3train.parallel.exchange import gather_first, gather_rows, swap_halves
 from k3train.parallel.last_piece import summarize, with_tail
-from k3train.parallel.slices import QueryBlock, Slice, cut, own_block, swap_pays, swapped_blocks
+from k3train.parallel.slices import QueryBlock, Slice, cut, own_block, rounded_up, swap_pays, swapped_blocks
 
 if TYPE_CHECKING:
     from k3train.model.backend import Backend
@@ -186,7 +186,7 @@ def query_rows(stream: PackedStream, group: dist.ProcessGroup) -> tuple[list[Row
         size, rank = group.size(), group.rank()
         swapped = swap_pays(bounds, size)
         for block in swapped_blocks(bounds, size, rank) if swapped else [own_block(bounds, size, rank)]:
-            more = max(8, 1 << (len(block.pieces) - 1).bit_length()) - len(block.pieces)
+            more = rounded_up(len(block.pieces), 8) - len(block.pieces)
             ends = [(last - block.first, last - block.first_key) for _, last, _ in block.pieces]
             queries, keys = zip((0, 0), *ends, *[ends[-1]] * more)
             found.append(Rows(block, _on_device(queries, torch.int32, device), _on_device(keys, torch.int32, device)))

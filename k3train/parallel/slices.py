@@ -10,6 +10,15 @@ from dataclasses import dataclass
 from k3train.errors import LayoutError
 
 
+def rounded_up(count: int, least: int = 1) -> int:
+    """The next power of two of a count above 0, and no less than `least`, itself one.
+
+    Kernels, libraries and captured graphs are planned anew for every number of documents and every bound on their length:
+    rounded, few numbers occur.
+    """
+    return max(least, 1 << (count - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class Slice:
     """Tokens [rank * length, (rank + 1) * length) of the stream.

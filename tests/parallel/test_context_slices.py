@@ -8,7 +8,7 @@ import pytest
 
 from k3train.errors import LayoutError
 from k3train.parallel.context import merge
-from k3train.parallel.slices import Spans, cut, own_block, query_block, spans, swap_pays, swapped_blocks
+from k3train.parallel.slices import Spans, cut, own_block, query_block, rounded_up, spans, swap_pays, swapped_blocks
 
 
 def random_bounds(seed: int, total: int) -> list[int]:
@@ -130,3 +130,10 @@ def test_ranges_merge() -> None:
 def test_a_stream_that_does_not_divide_is_refused() -> None:
     with pytest.raises(LayoutError, match="10 tokens does not divide over parallel.context=4"):
         cut([0, 10], 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "least", "want"), [(1, 1, 1), (2, 1, 2), (3, 1, 4), (33, 8, 64), (5, 8, 8), (64, 8, 64)]
+)
+def test_counts_are_rounded_up_to_powers_of_two(count: int, least: int, want: int) -> None:
+    assert rounded_up(count, least) == want

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from k3kernels.norm import layer_rms_norm
 from k3train.model.backend.grouped import GroupedLinear
 from k3train.model.parameters import ParameterSpec, annotate, new_parameter
+from k3train.parallel.slices import rounded_up
 
 if TYPE_CHECKING:
     from k3train.model.context import ModelContext, PackedStream
@@ -179,7 +180,7 @@ class Backend:
         """
         if isinstance(lengths, int):
             return min(lengths, n), min(lengths, m)
-        queries, keys = (1 << (max(sizes) - 1).bit_length() for sizes in zip(*lengths))
+        queries, keys = (rounded_up(max(sizes)) for sizes in zip(*lengths))
         return queries, keys
 
     def expert_weight(self, ctx: ModelContext, spec: ParameterSpec) -> nn.Module | nn.Parameter:

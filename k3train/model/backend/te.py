@@ -21,6 +21,7 @@ from k3train.config.precision import MULTIPLE, Precision, part_of
 from k3train.model.backend.local import Backend, Replicated, RMSNorm
 from k3train.model.backend.te_library import TransformerEngine
 from k3train.model.parameters import ParameterSpec, new_parameter
+from k3train.parallel.slices import rounded_up
 
 if TYPE_CHECKING:
     from k3train.model.context import ModelContext, PackedStream
@@ -173,7 +174,7 @@ def padded_borders(stream: PackedStream) -> torch.Tensor:
     if "padded_borders" not in stream.cache:
         cu = stream.cu_seqlens.to(torch.int32)
         documents = cu.shape[0] - 1
-        size = max(8, 1 << (documents - 1).bit_length())
+        size = rounded_up(documents, 8)
         stream.cache["padded_borders"] = torch.cat([cu, cu[-1:].expand(size - documents)])
     borders = stream.cache["padded_borders"]
     assert isinstance(borders, torch.Tensor)
