@@ -82,13 +82,13 @@ class MegatronEngine:
         self.transport = self._link_stages()
         self.ddp = self._wrap()
         self.optimizer = self._make_optimizer()
-        self.gate = UpdateGate(self.optimizer, device)
+        self.sums = torch.zeros(2 + 2 * bool(config.model.mtp_layers), dtype=torch.float64, device=device)
+        """Of a step: loss and tokens that it counts, and those of multi-token prediction."""
+        self.gate = UpdateGate(self.optimizer, device, self.sums, config.optim.clip_grad)
         if self.ctx.exchange.fullest is not None:
             self.gate.incomplete = self.ctx.exchange.overflowed
         self.qk_clip = self._make_qk_clip()
         self.saver, self._first_save = Saver(), True
-        self.sums = torch.zeros(2 + 2 * bool(config.model.mtp_layers), dtype=torch.float64, device=device)
-        """Of a step: loss and tokens that it counts, and those of multi-token prediction."""
         self.whole = whole_schedule(config.parallel)
         """Whether a captured graph holds the schedule of a whole step, or one micro-batch of it."""
         run = self._schedule if self.whole else self._one_micro_batch
@@ -160,7 +160,7 @@ class MegatronEngine:
         config = OptimizerConfig(
             optimizer=self._register_muon() if optim.name == "muon" else "adam",
             lr=UNIT_LR, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.beta1,
-            adam_beta2=optim.beta2, adam_eps=optim.eps, clip_grad=optim.clip_grad,
+            adam_beta2=optim.beta2, adam_eps=optim.eps, clip_grad=0.0,  # the gate clips
             bf16=self.ctx.dtype == torch.bfloat16, params_dtype=self.ctx.dtype,
             use_distributed_optimizer=self.shards_state,
             overlap_param_gather=self.config.parallel.overlap_param_gather,
@@ -200,13 +200,14 @@ class MegatronEngine:
         tau = self.config.optim.qk_clip
         return None if tau is None else QKClip(tau, self.models, self.optimizer, self.layout)
 
-    def _finalize(self, models: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    def _finalize(self, models: list[Any], _num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+        # told the tokens, megatron would divide all gradients by them in a pass of its own: the gate does it with clipping
         # replicated-but-partial gradients first: the data-parallel reduction may leave a rank only its own shard
         if not self.config.parallel.overlap_grad_reduce:
             gradients.sum_over_tensor_ranks(self.models, self.layout)
-            finalize_model_grads(models, num_tokens, **options)
+            finalize_model_grads(models, None, **options)
         else:
-            finalize_model_grads(models, num_tokens, **options)
+            finalize_model_grads(models, None, **options)
             gradients.sum_over_tensor_ranks(self.models, self.layout)
 
     # -- stepping ---------------------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ class MegatronEngine:
             source = iter(taken) if meet else batches
             for _ in range(micro_batches):
                 self._replay_one([next(source)], agreed_spans)
-        self._finalize(self.ddp, self.sums[1].int())
+        self._finalize(self.ddp)
 
     def _replay_one(self, batches: list[Batch], spans: Spans | None) -> None:
         """One graph; spans: agreed on with other ranks, or None."""
@@ -409,7 +410,7 @@ class MegatronEngine:
             group["lr"] = lr
             # megatron leaves this product to a scheduler of its own
             group["weight_decay"] = self.config.optim.weight_decay * group.get("wd_mult", 1.0)
-        self.gate.limit, self.gate.loss = max_grad_norm, sums[0]
+        self.gate.limit = max_grad_norm
         applied, _, _ = self.optimizer.step()
         return applied, sums
 

@@ -19,7 +19,8 @@ def observed_steps(engine: MegatronEngine, steps: range, seed: int) -> list[Rank
     real_step = engine.optimizer.step
 
     def step_and_look() -> Any:
-        captured.append(pieces_of(engine, lambda p: p.main_grad))
+        tokens = engine.sums[1].clamp(min=1.0)  # gradients are of the sum over them until the optimizer's step
+        captured.append(pieces_of(engine, lambda p: (p.main_grad / tokens).to(p.main_grad.dtype)))
         return real_step()
 
     engine.optimizer.step = step_and_look
