@@ -344,12 +344,18 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=SEQUENCE)
     parser.add_argument("--exchanges", action="store_true", help="EP2 through our own exchanges instead of all layouts")
+    parser.add_argument("--only", help="some of these, by commas, in their place")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         worker(json.loads(options.job))
         return
-    result = measure(options.hidden, options.sequence, EXCHANGES if options.exchanges else LAYOUTS)
+    known = EXCHANGES if options.exchanges else LAYOUTS
+    unknown = [name for name in (options.only or "").split(",") if name and name not in known]
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)}: not one of {', '.join(known)}")
+    chosen = {name: known[name] for name in options.only.split(",")} if options.only else known
+    result = measure(options.hidden, options.sequence, chosen)
     print(table(result))
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))

@@ -6,6 +6,7 @@
     python benchmarks/step.py --arms base,stock,stock_whole    # megatron-core's own transformer beside ours (stock.py)
     python benchmarks/step.py --arms base,plain                # the same model in plain PyTorch (plain.py)
     torchrun --nproc-per-node=2 benchmarks/step.py --arms data2,expert2,pipeline2,context2_long --no-split
+    python benchmarks/step.py --alone 1/2 --arms context2_graphs --no-split     # that rank's share of the work (alone.py)
 
 Each arm trains a few steps of the engine that `k3train train` uses: forward and backward of all micro-batches, gradient
 norm and clipping, optimizer, balancing. tokens/s is over whole steps, by the median step. MFU is model FLOPs (the
@@ -384,18 +385,26 @@ def main() -> None:
     parser.add_argument("--audit", action="store_true", help="count what makes the host wait")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--keep", type=Path, help="folder for traces while they are read")
+    parser.add_argument(
+        "--alone", metavar="RANK/WORLD", help="one rank by itself, whose exchanges are copies of its own"
+    )
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     unknown = set(options.arms.split(",")) - set(ARMS)
     if unknown:
         parser.error(f"--arms: {', '.join(sorted(unknown))}: not one of {', '.join(ARMS)}")
+    if options.alone:
+        import alone
+
+        alone.install(options.alone)
     from k3train import platform
     from k3train.config.compose import compose
     from k3train.planning import flops
 
     platform.install()
     config = compose([*BASE, *options.overrides])
-    if not int(os.environ.get("RANK", "0")):
+    silent = not options.alone and int(os.environ.get("RANK", "0")) > 0
+    if not silent:
         print(flops.formula(config.model, config.train.seq_length), flush=True)
     results = []
     for i, arm in enumerate(options.arms.split(",")):
@@ -412,7 +421,7 @@ def main() -> None:
         if found is None:
             continue
         results.append(found)
-        if int(os.environ.get("RANK", "0")):
+        if silent:
             continue
         print(show(found), flush=True)
         if options.json:
