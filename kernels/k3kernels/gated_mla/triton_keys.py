@@ -59,11 +59,12 @@ def backward_kernel(
         in_n, in_s, in_v = (head < H) & (own < N), (head < H) & (common < S), (head < H) & (value < V)
         dk, dv = tl.zeros([BH, BN], kind), tl.zeros([BH, BV], kind)
         if dk_ptr is not None:
-            from_k = dk_ptr + token * dk_step + head * dk_head
+            from_k = dk_ptr + token * dk_step + head.to(tl.int64) * dk_head
             dk = tl.load(from_k + own, mask=in_n, other=0.0).to(kind)
             total += tl.load(from_k + N + common, mask=in_s, other=0.0).to(tl.float32)
         if dv_ptr is not None:
-            dv = tl.load(dv_ptr + token * dv_step + head * dv_head + value, mask=in_v, other=0.0).to(kind)
+            from_v = dv_ptr + token * dv_step + head.to(tl.int64) * dv_head
+            dv = tl.load(from_v + value, mask=in_v, other=0.0).to(kind)
         tl.store(dkv_ptr + head * (N + V) + own, dk, mask=in_n)
         tl.store(dkv_ptr + head * (N + V) + N + value, dv, mask=in_v)
         if peak_ptr is not None:
