@@ -42,6 +42,7 @@ ARMS: dict[str, tuple[int, list[str]]] = {
     "bf16-2": (2, BF16),
     "fp8_once-0": (0, ["train.precision=fp8_current", "train.fp8_cache_weights=true", GRAPHS]),
     "fp8_current-1": (1, ["train.precision=fp8_current", GRAPHS]),
+    "fp8_current-2": (2, ["train.precision=fp8_current", GRAPHS]),
     "activations-0": (0, [*BF16, "train.activations.units=fp8", "train.activations.gates=fp8"]),
     "experts-0": (0, ["train.precision=fp8_block", ALL]),
 }  # fmt: skip
