@@ -149,7 +149,9 @@ def activations(config: Config, number: int = 2, rank: int = 0) -> float:
     waiting, peak = 0.0, 0.0
     for again, indices in classes.regions(train.recompute, train.recompute_layers, list(each)):
         held = sum(each[i] for i in indices)
-        peak = max(peak, waiting + held + (source if again else 0.0))
+        full = any(i >= len(pattern) or pattern[i] == "F" for i in indices)
+        gathered = tokens * number * _gathered_values(config) if again and full else 0.0
+        peak = max(peak, waiting + held + gathered + (source if again else 0.0))
         waiting += source if again else held
     return waiting * (_in_flight(config, rank) - 1) + peak
 
@@ -190,6 +192,15 @@ def _attention_values(config: Config, kinds: dict[str, str], number: int) -> flo
         _kept(kinds["norms"], 1, number) * (a.kv_lora_rank + (a.q_lora_rank or 0)) + a.kv_lora_rank + 2 * a.shared_dim
     )
     return a.heads * (4 * key + (1 + _kept(kinds["gates"], 1, number)) * a.v_dim) / tensor + latents
+
+
+def _gathered_values(config: Config) -> float:
+    """Values a token of a rank adds in one F layer under context parallelism, while a recomputed region walks back: keys and
+    values of the other ranks' tokens, and gradients of all of them. Where the layer is not recomputed they exist only inside
+    the attention, which expands them again by itself."""
+    a, ranks = config.model.mla, config.parallel.context
+    whole = a.heads * (a.nope_dim + a.shared_dim + a.v_dim) / config.parallel.tensor
+    return (2 * ranks - 1) * whole if ranks > 1 else 0.0
 
 
 def _expert_values(config: Config, kinds: dict[str, str], number: int) -> float:

@@ -101,6 +101,19 @@ def test_stages_behind_the_last_recomputed_layer_compute_nothing_again() -> None
     assert time.estimate(fewer, 2).recompute == pytest.approx(slowest * time.estimate(staged, 2).recompute)
 
 
+def test_keys_of_the_whole_stream_count_while_a_recomputed_region_walks_back() -> None:
+    """Under context parallelism, and with their gradients: where layers are kept, the attention expands them by itself."""
+    long = changed(base(*PROXY), train__recompute="unit", parallel__context=2, optim__name="adamw")
+    half = changed(long, parallel__context=1, train__seq_length=long.train.seq_length // 2)
+    mla = long.model.mla
+    keys = mla.heads * (mla.nope_dim + mla.shared_dim + mla.v_dim)
+    more = memory.activations(long) - memory.activations(half)
+    assert more == pytest.approx(memory.stream_tokens(long) * 2 * 3 * keys)
+    assert memory.activations(changed(long, train__recompute="none")) == memory.activations(
+        changed(half, train__recompute="none")
+    )
+
+
 def test_the_plan_names_the_fewest_layers_to_compute_again(capsys: pytest.CaptureFixture[str]) -> None:
     long = base(*LONG)
     less = layout.less_recomputed(long, 1)
