@@ -178,9 +178,8 @@ def forward_kernel(
         out = (x * r).to(out_ptr.dtype.element_ty).to(tl.float32) * w
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=inside)
-    if (
-        peak_ptr is not None
-    ):  # outside it is zero; as rounded, because the product above is one of 16 bits where it can be
+    if peak_ptr is not None:
+        # outside it is zero; as rounded, because the product above is one of 16 bits where it can be
         raise_peak(peak_ptr, tl.abs(out.to(tl.float32)), out_ptr.dtype.element_ty)
     tl.store(lse_ptr + row, top + tl.log(total))
 
