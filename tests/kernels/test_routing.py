@@ -79,8 +79,9 @@ def test_blocks_are_summed_over_in_one_launch_across_the_borders_of_its_strips()
     """More experts than a program of the scan takes, and more blocks than it takes at a time."""
     generator = torch.Generator().manual_seed(3)
     blocks = torch.randint(0, 9, (2 * triton_routing.DEEP + 5, 19), dtype=torch.int32, generator=generator).to(DEVICE)
-    before, counts = blocks.clone(), torch.empty(19, dtype=torch.int64, device=DEVICE)
-    triton_routing.scan(before, counts)
+    held = blocks.clone()
+    before, counts = triton_routing.scan(blocks)
+    assert torch.equal(blocks, held)
     assert torch.equal(counts, blocks.sum(0))
     assert torch.equal(before, (blocks.cumsum(0) - blocks).int())
 

@@ -124,17 +124,17 @@ def count_kernel(
 
 
 @triton.jit
-def scan_kernel(blocks_ptr, counts_ptr, N, E, BN: tl.constexpr, BE: tl.constexpr):
-    """Grid (ceil(E / BE),): a block's counts of blocks int32 [N, E] become the sums of the blocks before it, in place,
-    and counts int64 [E] those of all."""
+def scan_kernel(blocks_ptr, before_ptr, counts_ptr, N, E, BN: tl.constexpr, BE: tl.constexpr):
+    """Grid (ceil(E / BE),): before int32 [N, E], the sums over the rows of blocks int32 [N, E] above each, and counts int64
+    [E], those over all. Not in place: threads may hold a small tile more than once, and read it when others have written."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     total = tl.zeros([BE], tl.int32)
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
-        at = blocks_ptr + n.to(tl.int64)[:, None] * E + e[None, :]
+        at = n.to(tl.int64)[:, None] * E + e[None, :]
         inside = (n < N)[:, None] & (e < E)[None, :]
-        here = tl.load(at, mask=inside, other=0)
-        tl.store(at, total[None, :] + tl.cumsum(here, 0) - here, mask=inside)
+        here = tl.load(blocks_ptr + at, mask=inside, other=0)
+        tl.store(before_ptr + at, total[None, :] + tl.cumsum(here, 0) - here, mask=inside)
         total += tl.sum(here, 0)
     tl.store(counts_ptr + e, total.to(tl.int64), mask=e < E)
 
@@ -257,11 +257,13 @@ def _block_counts(experts: Tensor, count: int, valid: Tensor | None) -> Tensor:
     return blocks
 
 
-def scan(blocks: Tensor, counts: Tensor) -> None:
-    """blocks int32 [N, E] become the sums over the rows above each, in place; counts int64 [E]: the sums over all."""
+def scan(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """blocks int32 [N, E] -> the sums over the rows above each, int32 [N, E], and those over all, int64 [E]."""
     N, E = blocks.shape
+    before, counts = torch.empty_like(blocks), torch.empty(E, dtype=torch.int64, device=blocks.device)
     deep = min(DEEP, triton.next_power_of_2(N))
-    scan_kernel[(triton.cdiv(E, STRIP),)](blocks, counts, N, E, BN=deep, BE=STRIP, num_warps=4)
+    scan_kernel[(triton.cdiv(E, STRIP),)](blocks, before, counts, N, E, BN=deep, BE=STRIP, num_warps=4)
+    return before, counts
 
 
 def expert_counts(experts: Tensor, count: int, valid: Tensor | None) -> Tensor:
@@ -279,11 +281,9 @@ def permutation(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     if not T:
         return source, place, torch.zeros(count, dtype=torch.int64, device=experts.device)
     programs, rows, wide = _blocks(T, count)
-    blocks = _block_counts(experts, count, None)
-    counts = torch.empty(count, dtype=torch.int64, device=experts.device)
-    scan(blocks, counts)
+    before, counts = scan(_block_counts(experts, count, None))
     place_kernel[(programs,)](
-        experts, blocks, counts, source, place, T, count, K=top_k, BT=rows, BE=wide, num_warps=4
+        experts, before, counts, source, place, T, count, K=top_k, BT=rows, BE=wide, num_warps=4
     )  # fmt: skip
     return source, place, counts
 
