@@ -84,18 +84,22 @@ def rate_of(step: int, steps: int) -> float:
     return 1e-3 * min(1.0, (step + 1) / 30) * (1.0 if step < steps * 0.8 else max(0.1, 5 * (1 - step / steps)))
 
 
-def train(name: str, steps: int, extra: list[str]) -> list[float]:
-    """The losses of one arm."""
+def train(name: str, steps: int, extra: list[str], norms: list[float] | None = None) -> list[float]:
+    """The losses of one arm; the gradient norms of its steps are added to `norms`."""
     from step import make_engine, release
 
     from k3train.config.compose import compose
 
     seed, overrides = ARMS[name]
     engine = make_engine(compose([*MODEL, *overrides, *extra, f"run.seed={1234 + seed}"]))
+    losses = []
     try:
-        return [
-            engine.step(iter([batch]), rate_of(step, steps), 1).loss for step, batch in enumerate(source(seed, steps))
-        ]
+        for step, batch in enumerate(source(seed, steps)):
+            result = engine.step(iter([batch]), rate_of(step, steps), 1)
+            losses.append(result.loss)
+            if norms is not None:
+                norms.append(result.grad_norm)
+        return losses
     finally:
         release(engine)
 
@@ -136,23 +140,26 @@ def main() -> None:
         flush=True,
     )
     losses: dict[str, list[float]] = {}
+    norms: dict[str, list[float]] = {}
     for name in options.arms.split(","):
         if time.monotonic() - begin > options.seconds:
             print(f"{name}: not run, {options.seconds:.0f} s are over", flush=True)
             continue
         start = time.monotonic()
         try:
-            losses[name] = train(name, options.steps, options.overrides)
+            losses[name] = train(name, options.steps, options.overrides, norms.setdefault(name, []))
         except Exception as error:  # the other arms are still worth their time
             print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
             continue
-        x = losses[name]
+        x, norm = losses[name], norms[name]
+        leaves = next((i for i, loss in enumerate(x) if loss < x[0] - 1.0), None)
         print(
-            f"{name:16} first {x[0]:.4f}  last 50 {statistics.mean(x[-50:]):.4f}  in {time.monotonic() - start:.0f} s",
+            f"{name:16} first {x[0]:.4f}  last 50 {statistics.mean(x[-50:]):.4f}  a nat below the first at step {leaves}  "
+            f"largest gradient norm {max(norm):.2f} at {norm.index(max(norm))}  in {time.monotonic() - start:.0f} s",
             flush=True,
         )
         if options.json:
-            options.json.write_text(json.dumps(losses, indent=1))
+            options.json.write_text(json.dumps({"losses": losses, "grad_norms": norms}, indent=1))
     print("\n".join(compared(losses)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class StandIn:
         self.low: list[tuple[int, ...]] = []
         self.grouped: list[tuple[int, ...]] = []
         self.together: list[int] = []
+        self.attended: list[bool] = []
         self.cached = self.refreshed = 0
 
     def recipe(self, name: str) -> object:
@@ -59,6 +61,7 @@ class StandIn:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int,
         max_k: int, scale: float, *, at_end: bool,
     ) -> torch.Tensor:  # fmt: skip
+        self.attended.append(at_end)
         parts = []
         for a, b, c, d in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), cu_k[:-1].tolist(), cu_k[1:].tolist()):
             if b > a:
@@ -286,6 +289,37 @@ def test_keys_that_lie_inside_a_larger_tensor_get_a_storage_of_their_own() -> No
     assert _at_start(first) is first
     _at_start(whole[2:5]).sum().backward()
     assert whole.grad is not None and whole.grad.sum(1).tolist() == [0, 0, 4, 4, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "calls"),
+    [
+        ([(5, 9), (1, 1), (4, 4), (3, 3)], [True, False]),
+        ([(5, 9)], [True]),
+        ([(5, 5), (1, 1), (7, 7)], [False]),
+    ],
+    ids=["the first began before", "one that began before", "none began before"],
+)
+def test_only_a_document_that_began_before_its_queries_is_aligned_with_its_last_keys(
+    lengths: list[tuple[int, int]], calls: list[bool]
+) -> None:
+    queries, keys = (sum(sizes) for sizes in zip(*lengths))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(n, 2, 4, generator=generator) for n in (queries, keys, keys)]
+    # two empty documents fill up
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(sizes), sum(sizes), sum(sizes)], dtype=torch.int32)
+        for sizes in zip(*lengths)
+    )
+    backend, found = TEBackend(StandIn(), Precision()), []
+    for one in (Backend(), backend):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = one.suffixes_attention(*leaves, cu_q, cu_k, lengths, 0.5)
+        out.square().sum().backward()
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs)
+    assert backend.library.attended == calls
 
 
 def test_documents_that_only_the_device_knows_attend_as_those_that_the_host_knows() -> None:

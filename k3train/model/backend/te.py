@@ -155,9 +155,22 @@ class TEBackend(Backend):
         self, q_NHK: torch.Tensor, k_MHK: torch.Tensor, v_MHV: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
         lengths: Sequence[tuple[int, int]] | int, scale: float,
     ) -> torch.Tensor:  # fmt: skip
+        """Where the host knows that the first document alone began before its queries, it has a call of its own: cuDNN's backward
+        of queries aligned with the last keys took 3.4 times what as many pairs of aligned beginnings take."""
         n, m = q_NHK.shape[0], k_MHK.shape[0]
-        longest = self.longest(lengths, n, m)
-        return self.library.attention(q_NHK, k_MHK, v_MHV, cu_q, cu_k, *longest, scale, at_end=n != m)
+        if isinstance(lengths, int) or len(lengths) == 1 or lengths[0][0] == lengths[0][1]:
+            longest = self.longest(lengths, n, m)
+            return self.library.attention(q_NHK, k_MHK, v_MHV, cu_q, cu_k, *longest, scale, at_end=n != m)
+        (first, known), rest = lengths[0], lengths[1:]
+        # split, whose backward is one copy, where that of a slice fills the whole with zeros
+        (q_a, q_b), (k_a, k_b), (v_a, v_b) = (
+            x.split([cut, x.shape[0] - cut]) for x, cut in ((q_NHK, first), (k_MHK, known), (v_MHV, known))
+        )
+        borders = cu_q[1:] - first, cu_k[1:] - known
+        return torch.cat([
+            self.suffixes_attention(q_a, k_a, v_a, cu_q[:2], cu_k[:2], [(first, known)], scale),
+            self.suffixes_attention(q_b, k_b, v_b, *borders, rest, scale),
+        ])  # fmt: skip
 
     def grouped_linear(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         low = self.recipe is not None and "experts" not in self.precision.bf16_parts
