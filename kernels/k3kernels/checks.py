@@ -72,6 +72,14 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
 
 
+def choose_backend(backend: str, choices: Sequence[str], *tensors: Tensor) -> str:
+    """`backend`, one of `choices`; for auto triton where all tensors are on CUDA and of 32 bits or fewer, else torch."""
+    check_choice("backend", backend, choices)
+    if backend != "auto":
+        return backend
+    return "triton" if all(x.is_cuda and x.element_size() < 8 for x in tensors) else "torch"
+
+
 def check_heads(key_heads: int, value_heads: int) -> None:
     """Value heads come in whole groups per key head."""
     if key_heads < 1 or value_heads % key_heads:

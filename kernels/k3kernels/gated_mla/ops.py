@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from k3kernels.checks import check_choice, check_same_device, check_tensor
+from k3kernels.checks import check_same_device, check_tensor, choose_backend
 from k3kernels.gated_mla.reference import assemble_keys_torch, sigmoid_gate_torch
 
 BACKENDS = ("auto", "torch", "triton")
@@ -32,7 +32,7 @@ def assemble_keys(kv: Tensor, shared: Tensor, nope_dim: int, *, backend: str = "
     if not 0 < nope_dim < kv.shape[2]:
         raise ValueError(f"nope_dim: expected more than 0 and less than kv's {kv.shape[2]} channels, got {nope_dim}")
     check_same_device("kv", kv, {"shared": shared})
-    if _chosen(backend, kv) == "triton":
+    if choose_backend(backend, BACKENDS, kv) == "triton":
         from k3kernels.gated_mla.triton_keys import TritonKeys
 
         return TritonKeys.apply(kv, shared, nope_dim)
@@ -58,15 +58,8 @@ def sigmoid_gate(o: Tensor, gate: Tensor, *, backend: str = "auto") -> Tensor:
     check_tensor("o", o, (None,) * o.dim(), "[..., C]")
     check_tensor("gate", gate, tuple(o.shape), "[..., C]")
     check_same_device("o", o, {"gate": gate})
-    if _chosen(backend, o, gate) == "triton":
+    if choose_backend(backend, BACKENDS, o, gate) == "triton":
         from k3kernels.gated_mla.triton_gate import TritonSigmoidGate
 
         return TritonSigmoidGate.apply(o, gate)
     return sigmoid_gate_torch(o, gate)
-
-
-def _chosen(backend: str, *tensors: Tensor) -> str:
-    check_choice("backend", backend, BACKENDS)
-    if backend == "auto":
-        return "triton" if all(x.is_cuda and x.element_size() < 8 for x in tensors) else "torch"
-    return backend

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3kernels.checks import check_choice, check_same_device, check_tensor
+from k3kernels.checks import check_same_device, check_tensor, choose_backend
 from k3kernels.linear_cross_entropy import reference
 
 BACKENDS = ("auto", "naive", "torch", "triton")
@@ -60,10 +60,8 @@ def linear_cross_entropy(
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 0:
         raise ValueError(f"chunk: expected a number of tokens, or 0 for the automatic one, got {chunk!r}")
     check_same_device("hidden", hidden, {"weight": weight, "labels": labels, "token_weights": token_weights})
-    check_choice("backend", backend, BACKENDS)
+    backend = choose_backend(backend, BACKENDS, hidden)
     group = None if group is None or group.size() == 1 else group
-    if backend == "auto":
-        backend = "triton" if hidden.is_cuda and hidden.element_size() < 8 else "torch"
     if backend == "naive":
         if group is not None:
             raise ValueError(f"backend: naive holds the whole vocabulary on one rank, got a group of {group.size()}")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from k3kernels.checks import check_choice, check_same_device, check_tensor
+from k3kernels.checks import check_same_device, check_tensor, choose_backend
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -38,10 +38,7 @@ def layer_rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str
     if not eps > 0:
         raise ValueError(f"eps: expected a positive number, got {eps}")
     check_same_device("x", x, {"weight": weight})
-    check_choice("backend", backend, BACKENDS)
-    if backend == "auto":
-        backend = "triton" if x.is_cuda and x.element_size() < 8 else "torch"
-    if backend == "triton":
+    if choose_backend(backend, BACKENDS, x) == "triton":
         from k3kernels.norm.triton_layer import TritonRMSNorm
 
         return TritonRMSNorm.apply(x, weight, eps)

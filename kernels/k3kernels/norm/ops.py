@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from k3kernels.checks import check_choice, check_same_device, check_tensor
+from k3kernels.checks import check_same_device, check_tensor, choose_backend
 from k3kernels.norm.reference import gated_rms_norm_naive, gated_rms_norm_torch
 
 BACKENDS = ("auto", "naive", "torch", "triton")
@@ -31,9 +31,7 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float = 1e-5
     if not eps > 0:
         raise ValueError(f"eps: expected a positive number, got {eps}")
     check_same_device("o", o, {"gate": gate, "weight": weight})
-    check_choice("backend", backend, BACKENDS)
-    if backend == "auto":
-        backend = "triton" if o.is_cuda and o.element_size() < 8 else "torch"
+    backend = choose_backend(backend, BACKENDS, o)
     if backend == "triton":
         from k3kernels.norm.triton_norm import gated_rms_norm_triton  # imports triton, which CPU users may lack
 

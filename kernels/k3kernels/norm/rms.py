@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from k3kernels.checks import check_choice, check_same_device, check_tensor
+from k3kernels.checks import check_same_device, check_tensor, choose_backend
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -27,8 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str = "au
     if weight.dtype != x.dtype:
         raise TypeError(f"weight: expected the dtype of x, {x.dtype}, got {weight.dtype}")
     check_same_device("x", x, {"weight": weight})
-    check_choice("backend", backend, BACKENDS)
-    if backend == "triton" or (backend == "auto" and x.is_cuda and x.element_size() < 8):
+    if choose_backend(backend, BACKENDS, x) == "triton":
         from k3kernels.norm.triton_rms import rms_norm_triton  # imports triton, which CPU users may lack
 
         return rms_norm_triton(x, weight, eps)

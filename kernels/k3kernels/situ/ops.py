@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from k3kernels.checks import check_choice, check_same_device, check_tensor
+from k3kernels.checks import check_same_device, check_tensor, choose_backend
 from k3kernels.situ.reference import situ_glu_torch
 
 BACKENDS = ("auto", "torch", "triton")
@@ -63,7 +63,4 @@ def _checked(x: Tensor, beta: float, linear_beta: float | None, scale: Tensor | 
     if scale is not None:
         check_tensor("scale", scale, (x.shape[0],), "[N]")
         check_same_device("gate", x, {"scale": scale})
-    check_choice("backend", backend, BACKENDS)
-    if backend == "auto":
-        return "triton" if x.is_cuda and x.element_size() < 8 else "torch"
-    return backend
+    return choose_backend(backend, BACKENDS, x)
