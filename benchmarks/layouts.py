@@ -351,11 +351,11 @@ def main() -> None:
         worker(json.loads(options.job))
         return
     known = EXCHANGES if options.exchanges else LAYOUTS
-    unknown = [name for name in (options.only or "").split(",") if name and name not in known]
+    names = options.only.split(",") if options.only else list(known)
+    unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"--only: {', '.join(unknown)}: not one of {', '.join(known)}")
-    chosen = {name: known[name] for name in options.only.split(",")} if options.only else known
-    result = measure(options.hidden, options.sequence, chosen)
+    result = measure(options.hidden, options.sequence, {name: known[name] for name in names})
     print(table(result))
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))

@@ -403,6 +403,13 @@ def main() -> None:
 
     platform.install()
     config = compose([*BASE, *options.overrides])
+    for arm in options.arms.split(",") if options.alone else ():
+        stages = compose([*BASE, *options.overrides, *ARMS[arm]]).parallel.pipeline
+        if stages > 1:
+            parser.error(
+                f"--alone {options.alone}: {arm} has parallel.pipeline={stages}, whose stages wait for one another's tensors; "
+                f"leave it out, or type torchrun --nproc-per-node={stages} benchmarks/step.py --arms {arm}"
+            )
     silent = not options.alone and int(os.environ.get("RANK", "0")) > 0
     if not silent:
         print(flops.formula(config.model, config.train.seq_length), flush=True)

@@ -25,10 +25,32 @@ HELD = 32
 output, of the output gate, of q, k and v), and a unit of four layers computed again makes sixteen between a gradient's and
 the product that it enters."""
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-"""The largest finite value."""
-
 BACKENDS = ("auto", "torch", "triton")
+
+
+class Numbers:
+    """The numbers that a tensor holds now, recognised later without holding memory for it.
+
+    The storage is referred to weakly: while this stands, no other one can be taken for it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self.place, self._contents = self.place_of(tensor), self._contents_of(tensor)
+
+    def are(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is contiguous and holds these numbers, in this order and all of them."""
+        same = tensor.is_contiguous() and self.place_of(tensor) == self.place
+        return same and self._contents_of(tensor) == self._contents
+
+    @staticmethod
+    def place_of(tensor: Tensor) -> tuple[int, int]:
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+    @staticmethod
+    def _contents_of(tensor: Tensor) -> tuple[object, ...]:
+        """What changes when the place holds other numbers: a resized storage lies elsewhere and keeps its version."""
+        return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor._version
 
 
 class Peaks:
@@ -36,7 +58,7 @@ class Peaks:
 
     def __init__(self) -> None:
         self.wanted = False
-        self._notes: OrderedDict[tuple[int, int], tuple[StorageWeakRef, tuple[object, ...], Tensor]] = OrderedDict()
+        self._notes: OrderedDict[tuple[int, int], tuple[Numbers, Tensor]] = OrderedDict()
 
     def slots(self, device: torch.device, *tensors: int) -> Tensor | None:
         """Zeros fp32 [*tensors, SLOTS] for a kernel to raise, or None where no peak is wanted."""
@@ -47,10 +69,9 @@ class Peaks:
         largest. Nothing is noted of None, nor of tensors that cannot tell whether they were written to."""
         if slots is None or tensor.is_inference() or not tensor.is_contiguous():
             return
-        storage = StorageWeakRef(tensor.untyped_storage())
-        place = storage.cdata, int(tensor.storage_offset())
-        self._notes.pop(place, None)
-        self._notes[place] = storage, _contents(tensor), slots
+        numbers = Numbers(tensor)
+        self._notes.pop(numbers.place, None)
+        self._notes[numbers.place] = numbers, slots
         if len(self._notes) > HELD:
             self._notes.popitem(last=False)
 
@@ -62,19 +83,12 @@ class Peaks:
 
     def take(self, tensor: Tensor) -> Tensor | None:
         """The slots fp32 [SLOTS] noted for these very numbers; None where nobody noted them."""
-        found = self._notes.get((tensor.untyped_storage()._cdata, int(tensor.storage_offset())))
-        if found is None or not tensor.is_contiguous() or found[1] != _contents(tensor):
-            return None
-        return found[2]
+        numbers, slots = self._notes.get(Numbers.place_of(tensor), (None, None))
+        return slots if numbers is not None and numbers.are(tensor) else None
 
     def forget(self) -> None:
         """Let go of every note."""
         self._notes.clear()
-
-
-def _contents(tensor: Tensor) -> tuple[object, ...]:
-    """What changes when a storage's numbers are other ones: a resized storage lies elsewhere and keeps its version."""
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor._version
 
 
 PEAKS = Peaks()
@@ -86,7 +100,7 @@ def peak_scale(slots: Tensor, largest: float, *, power_of_two: bool = False, bac
 
     Args:
         slots: fp32 [SLOTS], or any number of them; the peak is the largest.
-        largest: of `LARGEST`.
+        largest: finite value of the format, `torch.finfo(dtype).max`.
         power_of_two: the power of two at or below the factor instead.
         backend: auto (Triton on CUDA, else torch), torch or triton.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from k3kernels.attention_residuals import DepthBlock, attention_residual
 from k3kernels.conv import short_convolution, short_convolution_qkv
 from k3kernels.norm import gated_rms_norm
-from k3kernels.peaks import HELD, LARGEST, PEAKS, SLOTS, peak_scale
+from k3kernels.peaks import HELD, PEAKS, SLOTS, peak_scale
 from k3kernels.situ import situ_glu, situ_glu_packed
 
 pytest.importorskip("triton")
@@ -353,7 +353,7 @@ def test_a_gradient_kept_by_a_leaf_and_added_to_is_not_found() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["any", "power of two"])
-@pytest.mark.parametrize("largest", LARGEST.values(), ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("largest", [448.0, 57344.0], ids=["e4m3", "e5m2"])
 def test_scale(largest: float, power_of_two: bool, backend: str) -> None:
     huge, tiny = torch.finfo(torch.float32).max, torch.finfo(torch.float32).smallest_normal
     peaks = [0.0, float("inf"), 1e-45, tiny, 1e-38, 3e-7, 1 / 3, 1.0, 2.0, 447.9, 448.0, 449.0, 57344.0, 1e30, huge]

@@ -129,13 +129,13 @@ class TEBackend(Backend):
     def products(self, asked: Sequence[tuple[nn.Module, torch.Tensor]]) -> list[torch.Tensor]:
         """Those that read one tensor are one function: it is quantised once, and one gradient is added up for all."""
         together: dict[int, list[int]] = {}
-        for i, (module, x) in enumerate(asked):
-            assert isinstance(module, TEProduct) and not isinstance(module, TERow)
+        for i, (_, x) in enumerate(asked):
             together.setdefault(id(x), []).append(i)
         found: dict[int, torch.Tensor] = {}
-        for group in together.values():
-            modules = [module for module, _ in (asked[i] for i in group) if isinstance(module, TEProduct)]
-            found |= zip(group, self.library.linears(asked[group[0]][1], modules))
+        for places in together.values():
+            products: list[Any] = [asked[i][0] for i in places]
+            assert not any(isinstance(product, TERow) for product in products)
+            found |= zip(places, self.library.linears(asked[places[0]][1], products))
         return [found[i] for i in range(len(asked))]
 
     def attention(

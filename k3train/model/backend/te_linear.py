@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from k3kernels.peaks import PEAKS, peak_scale
+from k3kernels.peaks import PEAKS, Numbers, peak_scale
 
 
 class Asked(Protocol):
@@ -36,18 +36,17 @@ class LastGradient:
     """The quantised form of the gradient seen last: products behind a sum all receive the same tensor."""
 
     def __init__(self) -> None:
-        self.of: torch.Tensor | None = None
-        self.version, self.recipe, self.low = 0, None, None
+        self.of: Numbers | None = None
+        self.key: tuple[Any, ...] = ()
+        self.low: Any = None
 
     def find(self, grad: torch.Tensor, recipe: Any) -> Any:
-        """The quantised form of these very numbers, or None. The tensor is held, so nothing else lies at its address."""
-        of = self.of
-        if of is None or recipe is not self.recipe or of.data_ptr() != grad.data_ptr() or of.shape != grad.shape:
-            return None
-        return self.low if of.dtype == grad.dtype and of._version == grad._version == self.version else None
+        """The quantised form of these very numbers, or None."""
+        same = self.of is not None and self.key == (grad.shape, id(recipe)) and self.of.are(grad)
+        return self.low if same else None
 
     def keep(self, grad: torch.Tensor, recipe: Any, low: Any) -> None:
-        self.of, self.version, self.recipe, self.low = grad, grad._version, recipe, low
+        self.of, self.key, self.low = Numbers(grad), (grad.shape, id(recipe)), low
 
     def forget(self) -> None:
         self.of = self.low = None
